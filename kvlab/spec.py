@@ -1,0 +1,592 @@
+"""What the rooms of kvlab share: a model's declaration, a step, its tables, and the seams between rooms.
+
+Standard library only. The cache sees page numbers, the engine sees walks and labels, a model sees ids and positions;
+what passes between them is declared here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+RequestId: TypeAlias = int | str
+StreamKey: TypeAlias = tuple[RequestId, str]  # (request, label)
+
+#: Field names that belong to the preprocess worker. A client that could name keys could be served another request's KV.
+RESERVED_FIELDS = ("prefix_keys", "prefix_tail", "prefix_decode", "prefix_layout")
+
+SEQUENTIAL = "sequential"  # the only position scheme under which a page of rotated K may be reused
+
+
+# -- what a model declares ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One kind of forward pass in a model's schedule.
+
+    ``loops``: runs again until the stop check ends it. ``samples``: its last row's logits choose a token.
+    ``commits``: writes KV. ``causal``: mask inside the block. ``feeds``: parts of the model that read its per-token outputs.
+    """
+
+    name: str
+    node: str = "LLM"
+    loops: bool = False
+    samples: bool = False
+    commits: bool = True
+    causal: bool = True
+    feeds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PrefixStream:
+    """A stream whose pages may be reused, declared by a model under (resource, label).
+
+    ``tensor`` holds the ids (and is what decode samples into). ``walk`` writes the keyed text and is the only text walk that
+    is probed. ``decode_walk`` takes the token just sampled; None keys the prompt only. ``layout_walks`` write media spans.
+    """
+
+    tensor: str
+    keyed_by: str = "ids"
+    walk: str = "prefill"
+    decode_walk: str | None = None
+    layout_walks: tuple[str, ...] = ()
+    trims_guided: bool = False
+
+    def walks(self) -> frozenset[str]:
+        """Every walk that may write this stream without ending its chain."""
+        return frozenset(w for w in (self.walk, self.decode_walk, *self.layout_walks) if w is not None)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One write of a laid-out prompt, in slots; ``kind`` is "ids" or "digest"."""
+
+    kind: str
+    walk: str
+    length: int
+    advance: int
+    source: Any = None
+    params: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Item:
+    """The part of a picture (or other medium) that lies on one page, in slots of that page.
+
+    ``start`` first slot on this page, ``offset`` slots of the item on earlier pages, ``length`` its slots on all pages.
+    """
+
+    start: int
+    offset: int
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape of the pages of one KV resource."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str = "float32"
+    compute_dtype: str = "float32"
+    layout: str = "NHD"
+
+    def bytes_per_page(self, bytes_per_value: int) -> int:
+        """Bytes of K and V of one page over all layers."""
+        return self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * bytes_per_value
+
+
+# -- what a request brings ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeyedPrompt:
+    """What the preprocess worker ships for one (resource, label): the keys of a prompt and the ids behind them.
+
+    ``keys`` has ceil(slots / page_size) unrooted page keys, the last one provisional when the prompt ends inside a page.
+    ``tail`` = ids past the last whole page. ``decode_tensor`` = output tensor whose ids extend the chain, None if none do.
+    ``tail_items`` = media on the last partial page. ``layout`` = one entry a write (empty: one text span).
+    """
+
+    ids: Sequence[int]
+    keys: Sequence[bytes]
+    tail: Sequence[int]
+    prompt_slots: int
+    decode_tensor: str | None = None
+    tail_items: tuple[Item, ...] = ()
+    layout: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestConfig:
+    """A request as one resource sees it: its own part of the worker's keys and the client's knobs."""
+
+    prompts: Mapping[str, KeyedPrompt] = field(default_factory=dict)
+    prefix_cache: bool = True
+    salt: str = ""
+    sampling: Any = None
+    prompt_logprobs: bool = False  # needs every prompt row, so the hit is skipped and not booked as a miss
+
+
+@dataclass(frozen=True)
+class WalkInputs:
+    """What one walk of one request would run: ids by label, and whatever else the model reads.
+
+    Only ``ids`` can be cut. ``tensors``, ``kwargs`` and a truthy ``step_info`` are opaque to the default cut, and custom
+    ``positions`` are an error on a keyed walk.
+    """
+
+    ids: Mapping[str, Sequence[int]]
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    step_info: Any = False
+    positions: Mapping[str, Sequence[int]] | None = None
+
+    @property
+    def opaque(self) -> bool:
+        """True when something beside ids would have to be cut too."""
+        return bool(self.tensors) or bool(self.kwargs) or bool(self.step_info)
+
+
+@dataclass(frozen=True)
+class Match:
+    """How much of a walk's inputs the cache holds: KV slots, and rope positions."""
+
+    slots: int
+    positions: int
+
+
+# -- one step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Segment:
+    """This step extends stream (rid, label) by ``span`` tokens."""
+
+    rid: RequestId
+    label: str
+    span: int
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Copy stream (rid, source) onto (rid, target), before the step's write ("pre") or after it ("post")."""
+
+    rid: RequestId
+    source: str
+    target: str
+    when: str = "pre"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batched forward: every row runs the same walk of the same node."""
+
+    index: int
+    node: str
+    walk: str
+    segments: tuple[Segment, ...]
+    forks: tuple[Fork, ...] = ()
+    commit: bool = True
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Who is really in the step: rows that are not in ``request_ids`` are padding of a captured batch."""
+
+    request_ids: frozenset[RequestId]
+    capture: bool = False
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One stream's view in a step. ``length`` counts the slots after the write; pages cover exactly that length."""
+
+    rid: RequestId
+    label: str
+    pages: Sequence[int]
+    length: int
+    to_compute: int
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """The page tables of one step as plain lists, in segment order."""
+
+    page_size: int
+    rows: tuple[StepRow, ...]
+    causal: bool = True
+
+
+def last_page_length(length: int, page_size: int) -> int:
+    """Slots used on the last page, 1..page_size for any non-empty row and 0 for an empty one.
+
+    >>> [last_page_length(n, 4) for n in (0, 1, 3, 4, 5, 8)]
+    [0, 1, 3, 4, 1, 4]
+    """
+    return length - (length - 1) // page_size * page_size if length else 0
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """What a model runs for one row: ids [tokens] at rope ids ``positions`` [tokens].
+
+    ``logits_from``: logits are wanted for tokens[logits_from:] of this row; None = for none of them.
+    """
+
+    ids: Sequence[int]
+    positions: Sequence[int]
+    logits_from: int | None = None
+
+
+# -- why admit said no -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AllocationFailed:
+    """``rid`` lacks ``pages_short`` pages for ``label`` and nothing could be evicted for them."""
+
+    pages_short: int
+    rid: RequestId
+    label: str
+
+
+@dataclass(frozen=True)
+class RequestOffloading:
+    """``rid`` is on host pages (or on its way there)."""
+
+    rid: RequestId
+
+
+@dataclass(frozen=True)
+class GrantDeferred:
+    """A page grant would leave the admitted requests in an unsafe state."""
+
+    rid: RequestId
+
+
+@dataclass(frozen=True)
+class AdmissionDeferred:
+    """``rid`` reached admit unreserved and its reservation does not fit now."""
+
+    rid: RequestId
+
+
+@dataclass(frozen=True)
+class AdmitRuntimeError:
+    """``rid`` can never be admitted; it ends with ``message``."""
+
+    rid: RequestId
+    message: str
+
+
+Refusal: TypeAlias = AllocationFailed | RequestOffloading | GrantDeferred | AdmissionDeferred | AdmitRuntimeError
+
+
+# -- why a prompt token was computed -----------------------------------------------------------------------------------
+
+MISS_CAUSES = (
+    "never_seen",
+    "short_prefix",
+    "diverged",
+    "evicted",
+    "other_root",
+    "walk_not_keyed",
+    "chain_ended",
+    "opaque_inputs",
+    "opted_out",
+    "no_keys",
+    "last_page_cap",
+    "not_fresh",
+    "gate_refused",
+    "image_cut",
+)
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Prompt tokens [start, stop) of one stream were computed because of ``cause``; ``evidence`` is one sentence."""
+
+    label: str
+    start: int
+    stop: int
+    cause: str
+    evidence: str = ""
+
+
+# -- seams -------------------------------------------------------------------------------------------------------------
+
+
+class PageStore(Protocol):
+    """Moves the bytes behind page numbers. ``src`` and ``dst`` are equally long lists of page ids."""
+
+    def copy_pages(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy whole pages, all layers, K and V."""
+        ...
+
+    def to_host(self, pages: Sequence[int], host_pages: Sequence[int]) -> None:
+        """Copy device pages onto host pages."""
+        ...
+
+    def from_host(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy host pages onto device pages."""
+        ...
+
+
+class Resource:
+    """A per-node engine object with a lifecycle. Every hook is a no-op here; a resource overrides what concerns it.
+
+    Order of a request's life: ingest_request, then for each step resolve_cached_prefix, apply_cached_prefix, admit, plan,
+    commit, extend_prefix_chain; at its end remove_request.
+    """
+
+    key: str = ""
+    #: Keys of the resources this one is planned against; its ``root_fields`` are folded into their roots.
+    depends_on: tuple[str, ...] = ()
+    #: A hit removes the front of a request from every resource of the node. False: such a request could not be planned.
+    prefix_skip_safe: ClassVar[bool] = False
+    #: How rope ids grow along a stream, for resources that hand them out; None elsewhere.
+    position_scheme: str | None = None
+
+    def root_fields(self) -> Mapping[str, Any]:
+        """Configuration that changes KV bytes, folded into the root of every cache in ``depends_on``."""
+        return {}
+
+    def enable_prefix_cache(self, base_root: bytes, walks: Mapping[str, PrefixStream]) -> None:
+        """Open an empty index under ``base_root`` for the declared labels."""
+
+    def reset_prefix_cache(self, reason: str = "asked", base_root: bytes | None = None) -> bool:
+        """Drop every index entry, and move to ``base_root`` if one is given. Returns True when nothing is indexed any more."""
+        return True
+
+    def ingest_request(self, rid: RequestId, config: RequestConfig) -> None:
+        """Learn of a request. A second call for one rid keeps what exists."""
+
+    def remove_request(self, rid: RequestId) -> None:
+        """Forget a request and let go of all it holds; unknown rids are ignored."""
+
+    def reset_request(self, rid: RequestId, free: bool = False) -> None:
+        """Rewind a request to its beginning."""
+
+    def resolve_cached_prefix(
+        self, rid: RequestId, node: str, walk: str, inputs: WalkInputs
+    ) -> Mapping[str, Match] | None:
+        """Say, per label, how much of ``inputs`` need not run. None = no opinion, which is not zero."""
+        return None
+
+    def apply_cached_prefix(
+        self, rid: RequestId, node: str, walk: str, inputs: WalkInputs, matches: Mapping[str, Match]
+    ) -> None:
+        """Take note of the agreed match; ``inputs`` are untrimmed."""
+
+    def note_unprobed(self, rid: RequestId, node: str, walk: str, inputs: WalkInputs, cause: str) -> None:
+        """Learn that a walk ran unprobed and why (a name of MISS_CAUSES)."""
+
+    def extend_prefix_chain(
+        self, rid: RequestId, node: str, walk: str, outputs: Mapping[str, Sequence[Sequence[int]]]
+    ) -> None:
+        """Learn the ids a step sampled, once they are on the host: tensor name -> one list of ids a row."""
+
+    def admit_retrieve(self, rid: RequestId, node: str, walk: str, published: Mapping[str, Any]) -> Refusal | None:
+        """Read what a peer published."""
+        return None
+
+    def admit(self, step: Step, ctx: StepContext) -> Refusal | None:
+        """Reserve what ``step`` needs, or say why not."""
+        return None
+
+    def plan(self, step: Step, ctx: StepContext) -> Any:
+        """Return this resource's tables for ``step``."""
+        return None
+
+    def commit(self, step: Step, ctx: StepContext) -> None:
+        """The step's writes have happened."""
+
+    def abort(self, step: Step, ctx: StepContext) -> None:
+        """The step was admitted and its writes did not happen (the forward raised)."""
+
+    def publish(self, rid: RequestId) -> Mapping[str, Any]:
+        """Describe what a peer could read."""
+        return {}
+
+    def clear_preplan(self) -> None:
+        """Undo a step planned ahead."""
+
+    def supports_preplan(self) -> bool:
+        """True when ``plan`` may run one step ahead."""
+        return False
+
+    def supports_eviction(self) -> bool:
+        """True when the resource can offload a request."""
+        return False
+
+    def is_offloaded(self, rid: RequestId) -> bool:
+        """True from the claim of an offload to the end of a reload."""
+        return False
+
+    def offload(self, rid: RequestId) -> int:
+        """Move a request to the host; returns the pages freed."""
+        return 0
+
+    def reload(self, rid: RequestId) -> bool:
+        """Bring a request back; False and nothing moved when it does not fit."""
+        return True
+
+    def get_offload_priority(self, rid: RequestId) -> int:
+        """Device pages an offload would free."""
+        return 0
+
+    def cached_misses(self, rid: RequestId) -> Sequence[Miss]:
+        """Name a cause for every prompt token of ``rid`` that was (or will be) computed, all labels."""
+        return ()
+
+    def check(self) -> None:
+        """Raise IntegrityError when an invariant does not hold."""
+
+    def cleanup(self) -> None:
+        """Let go of everything."""
+
+
+# -- what a client sends -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation: (role, content) messages, the last one the user's.
+
+    ``kept_ids`` are the ids of the first ``kept_messages`` messages exactly as they were prefilled and generated, so that a
+    follow-up extends them token for token; the processor renders only what comes after them.
+    """
+
+    messages: tuple[tuple[str, str], ...]
+    kept_ids: tuple[int, ...] = ()
+    kept_messages: int = 0
+
+
+@dataclass(frozen=True)
+class Continued:
+    """Ids that were prefilled and generated, then more text: the follow-up of a prompt that was no chat."""
+
+    kept_ids: tuple[int, ...]
+    text: str
+
+
+#: Raw text, token ids, a chat, or a continuation.
+Prompt: TypeAlias = str | Sequence[int] | Chat | Continued
+
+
+def chat(user: str, *, system: str | None = None) -> Chat:
+    """Start a conversation.
+
+    >>> chat("Hi", system="Be brief.").messages
+    (('system', 'Be brief.'), ('user', 'Hi'))
+    """
+    head = () if system is None else (("system", system),)
+    return Chat((*head, ("user", user)))
+
+
+@dataclass(frozen=True)
+class HistoryFork:
+    """Where a re-tokenised history parts from the ids that were really used: token ``index`` and both ids (-1 = ended)."""
+
+    index: int
+    kept_id: int
+    retokenised_id: int
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """What a processor made of a prompt: named id tensors and, per (resource, label), a layout where there is one.
+
+    ``text`` is the rendered prompt where there was text. ``fork`` is set when tokenising the history again would have given
+    other ids than those kept.
+    """
+
+    tensors: Mapping[str, Sequence[int]]
+    layouts: Mapping[str, Mapping[str, tuple[Span, ...]]] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    text: str | None = None
+    fork: HistoryFork | None = None
+
+
+class PromptProcessor(Protocol):
+    """Turns what a client sends into ids. Picklable, so that it can run in a worker process; holds no weights."""
+
+    stop_ids: tuple[int, ...]
+    vocab_size: int
+
+    def process_prompt(self, prompt: Any, fields: Mapping[str, Any]) -> PromptRecord:
+        """Tokenise ``prompt``; ``fields`` are the client's model kwargs without the reserved names."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``, special tokens left out."""
+        ...
+
+
+class ModelSpec(Protocol):
+    """A model as the engine sees it: a schedule of walks over keyed streams. Shapes are those of RowInputs."""
+
+    name: str
+    identity: str  # one line: the name's pinned bytes, e.g. "smollm2-135m sha256:..."
+    processor: PromptProcessor
+    vocab_size: int
+    max_seq_len: int
+
+    def walks(self) -> Mapping[str, Walk]:
+        """Every walk the model runs, by name."""
+        ...
+
+    def kv_labels(self) -> Mapping[str, tuple[str, ...]]:
+        """Labels of each KV resource."""
+        ...
+
+    def prefix_key_streams(self) -> Mapping[str, Mapping[str, PrefixStream]]:
+        """Streams whose pages may be reused: {resource: {label: PrefixStream}}; {} = never cached."""
+        ...
+
+    def checkpoint_path(self) -> str | None:
+        """The folder or GGUF file the weights came from, None if they came from nowhere that can be named."""
+        ...
+
+    def preprocess_fingerprint(self) -> str:
+        """Identity of how prompts are built."""
+        ...
+
+    def weights_version(self) -> Hashable:
+        """A value that changes when weights change in place."""
+        ...
+
+    def schedule(self, record: PromptRecord, max_tokens: int) -> tuple[str, ...]:
+        """Names of the walks a request runs, in order."""
+        ...
+
+    def prepare_inputs(self, walk: str, record: PromptRecord, generated: Sequence[int]) -> WalkInputs | None:
+        """Untrimmed inputs of the next pass of ``walk``; None vetoes the step."""
+        ...
+
+    def split_inputs(self, walk: str, inputs: WalkInputs, matches: Mapping[str, Match]) -> WalkInputs:
+        """Drop what the cache holds from the front of ``inputs``."""
+        ...
+
+    def forward(self, walk: str, rows: Sequence[RowInputs], attention: Any) -> Sequence[Any]:
+        """Run one step; ``attention`` is a planned AttentionBackend.
+
+        Returns, for each row, float32 logits [wanted, vocab_size], or None where ``logits_from`` is None.
+        """
+        ...
+
+
+def drop_leading(inputs: WalkInputs, matches: Mapping[str, Match]) -> WalkInputs:
+    """The default cut: each label loses as many leading ids as matched.
+
+    >>> drop_leading(WalkInputs({"main": [5, 6, 7]}), {"main": Match(2, 2)}).ids
+    {'main': [7]}
+    """
+    ids = {label: x[matches[label].slots :] if label in matches else x for label, x in inputs.ids.items()}
+    return WalkInputs(ids, inputs.tensors, inputs.kwargs, inputs.step_info, inputs.positions)
