@@ -8,22 +8,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvlab.errors import InputError
+from kvlab.errors import InputError, IntegrityError
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events; ``kind`` is the class name in a log."""
+    """Base of all events; ``kind`` is the class name in a log.
+
+    Sequences become tuples: an event must not change when its maker's list does, and equals itself read back from a log.
+
+    >>> PagesAcquired(1, "main", [1, 2]).pages
+    (1, 2)
+    """
+
+    def __post_init__(self) -> None:
+        values = vars(self)
+        for name, value in values.items():
+            if isinstance(value, (list, tuple, range)):
+                values[name] = _frozen(value)
 
     @property
     def kind(self) -> str:
         return type(self).__name__
+
+
+def _frozen(value: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(_frozen(v) if isinstance(v, (list, tuple)) else v for v in value)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -261,6 +277,7 @@ class PageState:
 
     owners: list[tuple[int | str, str]] = field(default_factory=list)  # streams and leases, one entry a listing
     key: str | None = None
+    root: str | None = None
     parent: int | None = None
     position: int | None = None
 
@@ -317,6 +334,8 @@ class PoolState:
     def _disown(self, listing: dict[Any, list[int]], stream: tuple[int | str, str], pages: Iterable[int]) -> None:
         held = listing.get(stream, [])
         for p in pages:
+            if p not in held:
+                raise IntegrityError(f"the log lets {stream} give up page {p}, which it does not list; it lists {held[:20]}")
             held.remove(p)
             self.page(p).owners.remove(stream)
         if not held:
@@ -348,7 +367,7 @@ class PoolState:
 
     def _on_PageIndexed(self, e: PageIndexed) -> None:
         state = self.page(e.page)
-        state.key, state.parent, state.position = e.key, e.parent, e.position
+        state.key, state.root, state.parent, state.position = e.key, e.root, e.parent, e.position
 
     def _on_PageEvicted(self, e: PageEvicted) -> None:
         self._unindex(e.page)
@@ -359,7 +378,31 @@ class PoolState:
 
     def _unindex(self, page: int) -> None:
         state = self.page(page)
-        state.key = state.parent = state.position = None
+        state.key = state.root = state.parent = state.position = None
+
+    def copy(self) -> PoolState:
+        """An equal state that shares nothing with this one."""
+        return PoolState.from_json(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """The state in lists, numbers and strings; ``from_json`` takes it back."""
+        return {
+            "num_pages": self.num_pages,
+            "page_size": self.page_size,
+            "pages": [[p, [list(o) for o in s.owners], s.key, s.root, s.parent, s.position] for p, s in self.pages.items()],
+            "streams": [[*stream, list(pages)] for stream, pages in self.streams.items()],
+            "leases": [[*stream, list(pages)] for stream, pages in self.leases.items()],
+            "stored_tokens": [[*stream, tokens] for stream, tokens in self.stored_tokens.items()],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PoolState:
+        """Build the state that ``to_json`` described."""
+        pages = {p: PageState([(r, x) for r, x in owners], *filed) for p, owners, *filed in data["pages"]}
+        streams = {(r, x): list(listed) for r, x, listed in data["streams"]}
+        leases = {(r, x): list(listed) for r, x, listed in data["leases"]}
+        stored = {(r, x): tokens for r, x, tokens in data["stored_tokens"]}
+        return cls(data["num_pages"], data["page_size"], pages, streams, leases, stored)
 
 
 # -- the recorder ------------------------------------------------------------------------------------------------------
@@ -407,13 +450,13 @@ class Recorder:
         self._max_events = max_events
         self._base = PoolState()
         self._num_folded = 0
-        self._log = open(log_path, "w", encoding="utf-8") if log_path is not None else None  # noqa: SIM115
+        self._log = open(log_path, "w", encoding="utf-8", newline="\n") if log_path is not None else None  # noqa: SIM115
         if self._log is not None:
             self._log.write(json.dumps({"kvlab_events": SCHEMA}) + "\n")
 
     def __call__(self, event: Event) -> None:
         """Append ``event`` at the current step."""
-        at_ms = (self._clock() - self._begin) * 1e3
+        at_ms = round((self._clock() - self._begin) * 1e3, 3)
         entry = Entry(self._num_folded + len(self._entries), self.step, at_ms, event)
         self._entries.append(entry)
         if self._log is not None:
@@ -462,37 +505,72 @@ class Recorder:
         if not self._num_folded <= end <= self._num_folded + len(self._entries):
             last = self._num_folded + len(self._entries) - 1
             raise InputError(f"event {until_seq} is not kept; events {self._num_folded}..{last} are")
-        state = _copy_state(self._base)
+        state = self._base.copy()
         for entry in self._entries[: end - self._num_folded]:
             state.apply(entry.event)
         return state
 
     def states(self) -> Iterator[tuple[Entry, PoolState]]:
         """Yield each entry with the pool after it; the state is one object that moves on."""
-        state = _copy_state(self._base)
+        state = self._base.copy()
         for entry in self._entries:
             state.apply(entry.event)
             yield entry, state
 
     def to_jsonl(self, path: str | Path) -> None:
-        """Write the kept entries, one JSON object a line, the schema number first."""
+        """Write the kept entries, one JSON object a line; the first line has the schema and what was folded away."""
+        head: dict[str, Any] = {"kvlab_events": SCHEMA}
+        if self._num_folded:
+            head |= {"folded": self._num_folded, "base": self._base.to_json()}
         with open(path, "w", encoding="utf-8", newline="\n") as f:
-            f.write(json.dumps({"kvlab_events": SCHEMA}) + "\n")
+            f.write(json.dumps(head) + "\n")
             f.writelines(_to_line(entry) for entry in self._entries)
 
     @classmethod
     def from_jsonl(cls, path: str | Path) -> Recorder:
-        """Read a log back.
+        """Read a log back; it replays as the one that was written.
 
         Raises:
-            InputError: another schema, an unknown event or a broken line; the message names the line.
+            InputError: no such log, another schema, an unknown event, a broken or missing line; the message names the line.
         """
         recorder = cls(clock=lambda: 0.0, max_events=None)
-        with open(path, encoding="utf-8") as f:
-            for number, line in enumerate(f, 1):
-                if line.strip():
-                    _read_line(recorder, str(path), number, line)
+        try:
+            with open(path, "rb") as f:
+                lines = [(number, line) for number, line in enumerate(f, 1) if line.strip()]
+        except OSError as error:
+            raise InputError(f"{path}: the event log cannot be read ({error.strerror})") from error
+        if not lines:
+            raise InputError(f"{path}: an empty file; an event log begins with its schema number")
+        recorder._read_head(f"{path}, line {lines[0][0]}", lines[0][1])
+        for number, line in lines[1:]:
+            recorder._read_entry(f"{path}, line {number}", line)
         return recorder
+
+    def _read_head(self, where: str, line: bytes) -> None:
+        try:
+            head = json.loads(line)
+            schema = head["kvlab_events"]
+            if schema == SCHEMA and "folded" in head:
+                self._num_folded, self._base = int(head["folded"]), PoolState.from_json(head["base"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{where}: not the head of an event log ({error})") from error
+        if schema != SCHEMA:
+            raise InputError(
+                f"{where}: events of schema {schema}; this kvlab reads schema {SCHEMA}; read it with the version that wrote it"
+            )
+
+    def _read_entry(self, where: str, line: bytes) -> None:
+        try:
+            data = json.loads(line)
+            seq, step, at_ms, kind = (data.pop(name) for name in ("seq", "step", "at_ms", "kind"))
+            entry = Entry(seq, step, at_ms, EVENT_TYPES[kind](**data))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise InputError(f"{where}: not an event of schema {SCHEMA} ({problem}); the log is damaged") from error
+        expected = self._num_folded + len(self._entries)
+        if seq != expected:
+            raise InputError(f"{where}: event {seq} where event {expected} belongs; lines are missing from the log")
+        self._entries.append(entry)
 
     def flush(self) -> None:
         """Push what was logged to the file."""
@@ -506,34 +584,6 @@ class Recorder:
             self._log = None
 
 
-def _copy_state(state: PoolState) -> PoolState:
-    pages = {p: PageState(list(s.owners), s.key, s.parent, s.position) for p, s in state.pages.items()}
-    streams = {k: list(v) for k, v in state.streams.items()}
-    leases = {k: list(v) for k, v in state.leases.items()}
-    return PoolState(state.num_pages, state.page_size, pages, streams, leases, dict(state.stored_tokens))
-
-
 def _to_line(entry: Entry) -> str:
-    head = {"seq": entry.seq, "step": entry.step, "at_ms": round(entry.at_ms, 3), "kind": entry.event.kind}
-    return json.dumps(head | asdict(entry.event), ensure_ascii=False) + "\n"
-
-
-def _read_line(recorder: Recorder, path: str, number: int, line: str) -> None:
-    try:
-        data = json.loads(line)
-        if "kvlab_events" in data:
-            if data["kvlab_events"] != SCHEMA:
-                raise InputError(
-                    f"{path}: events of schema {data['kvlab_events']}; this kvlab reads schema {SCHEMA}; "
-                    "read it with the version that wrote it"
-                )
-            return
-        cls = EVENT_TYPES[data["kind"]]
-        names = {f.name for f in fields(cls)}
-        values = {k: v for k, v in data.items() if k in names}
-        entry = Entry(data["seq"], data["step"], data["at_ms"], cls(**values))
-    except InputError:
-        raise
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{path}, line {number}: not an event of schema {SCHEMA} ({error}); the log is damaged") from error
-    recorder._entries.append(entry)
+    head = {"seq": entry.seq, "step": entry.step, "at_ms": entry.at_ms, "kind": entry.event.kind}
+    return json.dumps(head | vars(entry.event)) + "\n"
