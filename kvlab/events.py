@@ -197,6 +197,16 @@ class StreamCommitted(Event):
 
 
 @dataclass(frozen=True)
+class StreamLengthSet(Event):
+    """A lease, a fork or a rewind set the stream's length; what a step writes is a StreamCommitted."""
+
+    rid: int | str
+    label: str
+    stored_tokens: int
+    why: str
+
+
+@dataclass(frozen=True)
 class PagesForked(Event):
     """Whole pages copied onto another label's private pages."""
 
@@ -363,6 +373,9 @@ class PoolState:
             self.stored_tokens.pop((e.rid, e.label), None)
 
     def _on_StreamCommitted(self, e: StreamCommitted) -> None:
+        self.stored_tokens[e.rid, e.label] = e.stored_tokens
+
+    def _on_StreamLengthSet(self, e: StreamLengthSet) -> None:
         self.stored_tokens[e.rid, e.label] = e.stored_tokens
 
     def _on_PageIndexed(self, e: PageIndexed) -> None:
