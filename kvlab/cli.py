@@ -1,0 +1,175 @@
+"""The ``kvlab`` command: thin, over functions that a notebook can call as well.
+
+Exit codes: 0 done, 1 kvlab says no (one line on stderr), 2 the command line is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvlab import __version__
+from kvlab.errors import KvlabError
+
+#: What `kvlab bench` can measure: name -> "module:function", called without arguments, gives {"rows": ..., "machine": ...}.
+BENCHES = {"index": "kvlab.bench.index:run", "engine": "kvlab.bench.engine:run"}
+
+plain = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": False, "pretty_exceptions_enable": False}
+app = typer.Typer(help="What happens when requests share the KV pages of a common prefix?", **plain)  # type: ignore[arg-type]
+notebooks_app = typer.Typer(
+    help="Copy the notebooks that come with kvlab, or build and check them in a checkout.", rich_markup_mode=None
+)
+app.add_typer(notebooks_app, name="notebooks")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        app(args=args, prog_name="kvlab")
+    except KvlabError as error:
+        print(f"kvlab: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvlab {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _kvlab(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    model: Annotated[str | None, typer.Option(help="Name or path of the model. [default: smollm2-135m]")] = None,
+    num_pages: Annotated[int | None, typer.Option("--pages", help="Pages in the pool.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens a page.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate for each request.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the HTML report.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a real model on shared prefixes, with the cache and without; print a table, write a report."""
+    from rich.console import Console
+
+    given = {"model": model, "num_pages": num_pages, "page_size": page_size, "max_tokens": max_tokens, "out": out}
+    options = {name: value for name, value in given.items() if value is not None}  # the rest is the demo's to choose
+    run = _resolve("kvlab.demo:run")
+    result = run(as_json=as_json, console=Console(stderr=as_json), **options)
+    if as_json:
+        _print_json(result)
+
+
+@app.command()
+def fetch(name: Annotated[str, typer.Argument(help="Name of a model, for example smollm2-135m.")]) -> None:
+    """Get the weights of a model ahead of time and say where they lie."""
+    typer.echo(_resolve("kvlab.models.registry:fetch")(name))
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help=f"What to measure: {' | '.join(BENCHES)}.")],
+    as_json: Json = False,
+) -> None:
+    """Measure kvlab against a reference in one run, as ratios."""
+    if name not in BENCHES:
+        raise typer.BadParameter(f"there is no bench {name!r}; there are: {', '.join(BENCHES)}", param_hint="NAME")
+    result = _resolve(BENCHES[name])()
+    if as_json:
+        _print_json(result)
+    else:
+        _print_rows(result)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what is installed, which device, memory, weights and backends are usable, and what to install for the rest."""
+    from kvlab.doctor import examine, render
+
+    findings = examine()
+    if as_json:
+        _print_json(findings)
+    else:
+        typer.echo(render(findings))
+
+
+@notebooks_app.callback(invoke_without_command=True)
+def _notebooks(
+    context: typer.Context,
+    copy: Annotated[Path | None, typer.Option("--copy", help="Copy all notebooks into this folder.")] = None,
+) -> None:
+    from kvlab import notebooks
+
+    if copy is not None:
+        for path in notebooks.copy(copy):
+            typer.echo(path)
+    elif context.invoked_subcommand is None:
+        typer.echo("\n".join(notebooks.names()))
+        typer.echo("copy them with: kvlab notebooks --copy DIR")
+
+
+Names = Annotated[list[str] | None, typer.Argument(help="Notebooks, for example 01_page_sharing; all when none is named.")]
+
+
+@notebooks_app.command("build")
+def build_notebooks(names: Names = None) -> None:
+    """Build and execute notebooks from notebooks/src (in a checkout)."""
+    from kvlab import notebooks
+
+    for path in notebooks.build(names):
+        typer.echo(path)
+
+
+@notebooks_app.command("check")
+def check_notebooks(names: Names = None) -> None:
+    """Rebuild notebooks and compare them with what is committed; exit 1 when something differs."""
+    from kvlab import notebooks
+
+    problems = notebooks.check(names)
+    for problem in problems:
+        typer.echo(problem, err=True)
+    if problems:
+        raise typer.Exit(1)
+    typer.echo("all notebooks are as their sources say")
+
+
+def _resolve(target: str) -> Callable[..., Any]:
+    module, _, attribute = target.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+
+
+def _print_rows(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("row", "ours", "reference", "ratio", "target", "ok")
+    for row in result["rows"]:
+        numbers = (_number(row[column]) for column in ("ours", "reference", "ratio", "target"))
+        table.add_row(row["name"], *numbers, "yes" if row["ok"] else "no")
+    Console().print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}"

@@ -1,0 +1,70 @@
+"""What every test gets: one thread, invariants checked, no network, and ``check()`` on whatever it built."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is first imported: two xdist workers with one thread each beat two that fight over the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["KVLAB_CHECK"] = "1"
+
+import socket
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import pytest
+
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+class Checkable(Protocol):
+    """Anything with invariants: an engine, a KV resource, an index."""
+
+    def check(self) -> None: ...
+
+
+class NetworkBlocked(AssertionError):
+    """A test tried to leave this machine."""
+
+
+def is_local(address: Any) -> bool:
+    """True for unix sockets and for loopback (host, port) pairs."""
+    return not isinstance(address, tuple) or str(address[0]).startswith(LOOPBACK)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse every connection that would leave this machine, name look-ups included."""
+    connect, connect_ex, getaddrinfo = socket.socket.connect, socket.socket.connect_ex, socket.getaddrinfo
+
+    def refuse(address: Any) -> None:
+        if not is_local(address):
+            raise NetworkBlocked(f"a test reached for {address}; tests run offline")
+
+    def guarded_connect(self: socket.socket, address: Any) -> None:
+        refuse(address)
+        connect(self, address)
+
+    def guarded_connect_ex(self: socket.socket, address: Any) -> int:
+        refuse(address)
+        return connect_ex(self, address)
+
+    def guarded_getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host:  # None and "" mean this machine
+            refuse((host.decode() if isinstance(host, bytes) else host,))
+        return getaddrinfo(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded_connect)
+    monkeypatch.setattr(socket.socket, "connect_ex", guarded_connect_ex)
+    monkeypatch.setattr(socket, "getaddrinfo", guarded_getaddrinfo)
+
+
+@pytest.fixture
+def checked() -> Iterator[list[Checkable]]:
+    """A list to put engines and resources into; each one's ``check()`` runs after the test."""
+    things: list[Checkable] = []
+    yield things
+    for thing in things:
+        thing.check()
