@@ -1,0 +1,192 @@
+"""The results that views draw: frozen rows with units in their names, and a table that knows how to show itself."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+from kvlab.errors import InputError, missing_extra
+from kvlab.spec import Miss
+
+MissRow: TypeAlias = Miss  # prompt tokens [start, stop) of a label, the cause they were computed, the evidence
+
+MAX_ROWS_SHOWN = 100
+MAX_TEXT_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """One request of a run. ``cached_tokens`` were served from pages, ``misses`` say why the others were computed."""
+
+    name: str
+    prompt_tokens: int
+    cached_tokens: int
+    pages_matched: int
+    ttft_ms: float | None = None
+    tokens_per_s: float | None = None
+    generated_tokens: int = 0
+    finish_reason: str = ""
+    text: str = ""
+    misses: tuple[MissRow, ...] = ()
+
+    @classmethod
+    def of(cls, result: Any) -> RequestRow:
+        """Take what a table shows out of the result of ``engine.generate``."""
+        return cls(
+            name=result.name or f"request {result.rid}",
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            pages_matched=result.pages_matched,
+            ttft_ms=result.ttft_ms,
+            tokens_per_s=result.tokens_per_s,
+            generated_tokens=len(result.ids),
+            finish_reason=result.finish_reason,
+            text=result.text,
+            misses=tuple(result.misses),
+        )
+
+    def __repr__(self) -> str:
+        return f"RequestRow({_short(self.name, 40)}: cached {self.cached_tokens} of {self.prompt_tokens} prompt tokens)"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from importlib import import_module
+
+        return import_module("kvlab.viz.display").request_bundle(self)  # a view is above this layer: found at call time
+
+
+@dataclass(frozen=True)
+class LadderRow:
+    """What the ``send``-th sending (from 1) of one prompt found cached."""
+
+    prompt_tokens: int
+    page_size: int
+    send: int
+    cached_tokens: int
+
+    @property
+    def pages_matched(self) -> int:
+        """Whole pages served from the cache."""
+        return self.cached_tokens // self.page_size
+
+    @property
+    def expected_tokens(self) -> int:
+        """All whole pages before the last token: that one must be computed, its logits choose the reply's first token."""
+        return (self.prompt_tokens - 1) // self.page_size * self.page_size if self.send > 1 else 0
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens after the served pages; on a repeated prompt these are the recomputed last page."""
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass(frozen=True)
+class TtftRow:
+    """Time to the first token of a prompt partly cached. ``ideal_ms`` = cold time x tail / all + one decode step."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    tail_tokens: int
+    ttft_ms: float
+    ideal_ms: float
+
+
+@dataclass(frozen=True)
+class PageSizeRow:
+    """How much of ``shared_tokens`` common tokens a second request was served at one page size."""
+
+    page_size: int
+    shared_tokens: int
+    cached_tokens: int
+    prompt_tokens: int = 0
+    ttft_ms: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """Columns and rows that print as one line, show as HTML, and turn into dicts or a data frame.
+
+    >>> table = Table(("page", "owners"), [(1, "A"), (2, "A B")], title="pages")
+    >>> table
+    Table(pages: 2 rows of page, owners)
+    >>> table.to_dicts()[1]
+    {'page': 2, 'owners': 'A B'}
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
+        for index, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise InputError(f"row {index} has {len(row)} values for {len(self.columns)} columns; give one a column")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        head = f"{_short(self.title, 60)}: " if self.title else ""
+        rows = "1 row" if len(self.rows) == 1 else f"{len(self.rows)} rows"
+        return f"Table({head}{rows} of {_short(', '.join(self.columns), 100)})"
+
+    def _repr_html_(self) -> str:
+        head = "".join(f'<th scope="col">{_escape(c)}</th>' for c in self.columns)
+        body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in self.rows[:MAX_ROWS_SHOWN])
+        hidden = len(self.rows) - MAX_ROWS_SHOWN
+        if hidden > 0:
+            body += f'<tr><td colspan="{len(self.columns)}">and {hidden} more rows</td></tr>'
+        caption = f"<caption>{_escape(self.title)}</caption>" if self.title else ""
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """One dict a row."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def to_pandas(self) -> Any:
+        """The table as a ``pandas.DataFrame``."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise missing_extra("pandas", "lab", "to make a data frame of a table") from error
+        return pandas.DataFrame([list(row) for row in self.rows], columns=list(self.columns))
+
+
+def table_of(rows: Sequence[Any], title: str = "") -> Table:
+    """Make a table of equal dataclasses, one column a field.
+
+    >>> table_of([LadderRow(33, 16, 2, 32)], "ladder").to_dicts()
+    [{'prompt_tokens': 33, 'page_size': 16, 'send': 2, 'cached_tokens': 32}]
+    """
+    columns = [f.name for f in fields(rows[0])] if rows else []
+    return Table(columns, [[getattr(row, c) for c in columns] for row in rows], title)
+
+
+def show_value(value: Any) -> str:
+    """Return a value as a table shows it: few digits, a dash for nothing, long text cut.
+
+    >>> [show_value(v) for v in (None, 1234, 0.12345, 1234.5, "text")]
+    ['–', '1234', '0.123', '1234', 'text']
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return _short(str(value), MAX_TEXT_SHOWN)
+
+
+def _short(text: str, most: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _escape(text: str) -> str:
+    return html.escape(_short(text, MAX_TEXT_SHOWN))
+
+
+def _cell(value: Any) -> str:
+    align = ' style="text-align:right"' if isinstance(value, int | float) and not isinstance(value, bool) else ""
+    return f"<td{align}>{html.escape(show_value(value))}</td>"
