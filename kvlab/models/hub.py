@@ -1,0 +1,182 @@
+"""Weights from the Hugging Face hub: one revision and one set of bytes per name, recorded at the first fetch.
+
+The hub's own client does the talking and keeps the files in its cache; kvlab keeps a small record beside its own weights.
+No token is read, kept or printed here: the client finds it, and messages that quote the client are cleared of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlab.errors import FetchError, LoadError
+from kvlab.models.folders import is_complete, read_json, require_runnable, weight_files
+from kvlab.models.places import Say, cache_folder, sha256_file, size_text, whole_file, without_secrets
+
+WANTED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+UNWANTED = ["*/*"]  # other formats live in sub-folders
+HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A name whose bytes are one revision of a repository; without a revision, the newest at the first fetch."""
+
+    name: str
+    repo: str
+    revision: str | None = None
+    num_bytes: int | None = None
+    licence: str = "see the model page"
+
+    @property
+    def how(self) -> str:
+        """Where the bytes come from, in one line."""
+        return f"safetensors of {self.repo} from the Hugging Face hub"
+
+
+def parse_hub_name(name: str) -> HubSource | None:
+    """Read ``org/name`` or ``org/name@revision``; None for anything else.
+
+    >>> parse_hub_name("ada/engine@v2")
+    HubSource(name='ada/engine@v2', repo='ada/engine', revision='v2', num_bytes=None, licence='see the model page')
+    >>> parse_hub_name("engine")
+    """
+    found = HUB_NAME.fullmatch(name)
+    return HubSource(name, found["repo"], found["revision"]) if found else None
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+
+def record_path(source: HubSource) -> Path:
+    """Return where the record of a name lies."""
+    return cache_folder() / "hub" / f"{source.name.replace('/', '--')}.json"
+
+
+def read_record(source: HubSource) -> dict[str, Any] | None:
+    """Return what was recorded of a name: its revision and the SHA-256 of each weight file; None before the first fetch.
+
+    Raises:
+        LoadError: the record is damaged.
+    """
+    path = record_path(source)
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    if not isinstance(record.get("files"), dict):
+        raise LoadError(f"{path} is no record of {source.name!r}; remove it to record the name anew")
+    return record
+
+
+def check_or_record(source: HubSource, folder: Path) -> None:
+    """Refuse a folder whose weights are not those recorded under the name; record them the first time.
+
+    Raises:
+        LoadError: a weight file has other bytes than at the first fetch, or other files are there.
+    """
+    found = {path.name: sha256_file(path) for path in weight_files(folder)}
+    record = read_record(source)
+    if record is None:
+        revision = folder.name if folder.parent.name == "snapshots" else None  # a snapshot's folder is named after its commit
+        entry = {"name": source.name, "repo": source.repo, "revision": revision, "files": found}
+        with whole_file(record_path(source)) as partial:
+            partial.write_text(json.dumps(entry, indent=1), encoding="utf-8")
+        return
+    if found != record["files"]:
+        changed = sorted(f for f in found.keys() | record["files"].keys() if found.get(f) != record["files"].get(f))
+        raise LoadError(
+            f"{folder} does not hold the bytes that {source.name!r} meant at its first fetch: {', '.join(changed)} "
+            "differ (SHA-256); "
+            f"load the folder by its path, or remove {record_path(source)} to record the name anew"
+        )
+
+
+# -- the hub's cache and the hub ---------------------------------------------------------------------------------------
+
+
+def hub_cache_folder(source: HubSource) -> Path:
+    """Return where the hub's client keeps a repository."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{source.repo.replace('/', '--')}"
+
+
+def cached_folder(source: HubSource) -> Path | None:
+    """Return the complete snapshot in the hub's cache, None where there is none. Asks no network."""
+    wanted = _wanted_revision(source) or "main"
+    base = hub_cache_folder(source)
+    reference = base / "refs" / wanted
+    revision = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
+    folder = base / "snapshots" / revision
+    return folder if is_complete(folder) else None
+
+
+def _wanted_revision(source: HubSource) -> str | None:
+    record = read_record(source)
+    return (record and record["revision"]) or source.revision
+
+
+def fetch_hub(source: HubSource, say: Say) -> Path:
+    """Download a name's revision into the hub's cache; returns the snapshot's folder.
+
+    Raises:
+        FetchError: the hub refused or did not answer.
+        LoadError: the repository holds no model that kvlab runs.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    chosen: dict[str, Any] = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+    wanted = _wanted_revision(source)
+    say(f"looking up {source.repo} on the Hugging Face hub ...")
+    try:
+        files = snapshot_download(source.repo, revision=wanted, **chosen, dry_run=True, tqdm_class=_silent_bar())
+        names = [f.filename for f in files]
+        if "config.json" not in names or not any(n.endswith(".safetensors") for n in names):
+            raise LoadError(f"{source.repo} holds no config.json with safetensors beside it; kvlab needs both")
+        commit = files[0].commit_hash
+        config = read_json(Path(hf_hub_download(source.repo, "config.json", revision=commit)))
+        require_runnable(config, source.repo)  # before gigabytes come
+        size = size_text(sum(f.file_size or 0 for f in files if f.will_download))
+        say(f"fetching {source.repo} at revision {commit[:12]} ({size}) from the Hugging Face hub ...")
+        folder = snapshot_download(source.repo, revision=commit, **chosen)
+    except LoadError:
+        raise
+    except Exception as e:  # the client lets errors of its HTTP library through as they are
+        raise FetchError(_why(e, source)) from None  # the cause's text may quote request headers
+    return Path(folder)
+
+
+def _silent_bar() -> Any:
+    from tqdm import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    return Silent
+
+
+def _why(error: Exception, source: HubSource) -> str:
+    """Say why the hub gave nothing, and what to do."""
+    from huggingface_hub import constants, errors, get_token
+
+    page = f"{constants.ENDPOINT}/{source.repo}"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the hub has no revision {source.revision!r} of {source.repo} (404); {_by_hand(page)}"
+    if isinstance(error, errors.GatedRepoError) or status == 403:
+        return f"the hub wants its licence accepted for {source.repo} ({status}); {_by_hand(page)}"
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
+        return f"the hub shows no {source.repo} ({status}): misspelt, private or a wrong token; {_by_hand(page)}"
+    said = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), get_token())[:300]
+    return f"the Hugging Face hub did not answer for {source.repo} ({said}); with a copy of the folder, load it by its path"
+
+
+def _by_hand(page: str) -> str:
+    return (
+        f"open the model page {page}, log in, accept its licence if it asks for that, then put a token of that account "
+        "into the environment variable HF_TOKEN and try again; or get the folder by other means and load it by its path"
+    )
