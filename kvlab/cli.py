@@ -52,7 +52,9 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _kvlab(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 

@@ -105,11 +105,12 @@ def devices() -> list[dict[str, Any]]:
 
 
 def memory() -> dict[str, int]:
-    """Return this machine's main memory in bytes."""
+    """Return main memory in bytes: what can still be taken (a container's limit counted), and what the machine has."""
     import psutil
 
-    now = psutil.virtual_memory()
-    return {"available_bytes": now.available, "total_bytes": now.total}
+    from kvlab.models.memory import available_bytes
+
+    return {"available_bytes": available_bytes(), "total_bytes": psutil.virtual_memory().total}
 
 
 def weights() -> list[dict[str, Any]]:
@@ -120,7 +121,7 @@ def weights() -> list[dict[str, Any]]:
 
 
 def backends() -> dict[str, dict[str, Any]]:
-    """Return the attention backends: usable or not, and why not."""
+    """Return, by the name ``kvlab.load(attention=)`` takes: whether a backend is usable, and why not."""
     import torch
 
     lacks = []
@@ -129,7 +130,7 @@ def backends() -> dict[str, dict[str, Any]]:
     if importlib.util.find_spec("flashinfer") is None:
         lacks.append('flashinfer is not installed; run: pip install "kvlab[cuda]"')
     return {
-        "torch_paged": {"usable": True, "why_not": None},
+        "torch": {"usable": True, "why_not": None},
         "flashinfer": {"usable": not lacks, "why_not": "; ".join(lacks) or None},
     }
 
@@ -150,7 +151,11 @@ def _gib(num_bytes: int) -> str:
 
 
 def _device_line(device: Mapping[str, Any]) -> str:
-    room = f"{device['threads']} threads" if "threads" in device else f"{_gib(device['free_bytes'])} of {_gib(device['total_bytes'])} free"
+    room = (
+        f"{device['threads']} threads"
+        if "threads" in device
+        else f"{_gib(device['free_bytes'])} of {_gib(device['total_bytes'])} free"
+    )
     return f"device {device['device']}: {device['name']}, {room}"
 
 

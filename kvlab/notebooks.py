@@ -60,7 +60,9 @@ def build(names: Sequence[str] | None = None, *, root: Path | None = None) -> li
         root: the folder of the notebooks; None = that of the checkout.
     """
     root = _root(root)
-    return [_write(root / f"{name}.ipynb", execute(root, name)) for name in progress(_chosen(root, names), "building notebooks")]
+    return [
+        _write(root / f"{name}.ipynb", execute(root, name)) for name in progress(_chosen(root, names), "building notebooks")
+    ]
 
 
 def check(names: Sequence[str] | None = None, *, root: Path | None = None) -> list[str]:

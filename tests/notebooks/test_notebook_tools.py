@@ -71,7 +71,12 @@ def test_a_build_keeps_outputs_and_little_else(built: Path) -> None:
     notebook = read(built)
     assert [cell.id for cell in notebook.cells] == ["cell-1", "cell-2", "cell-3", "cell-4"]
     assert notebook.metadata == {"kernelspec": notebooks.KERNELSPEC}
-    assert [cell.metadata for cell in notebook.cells] == [{}, {"tags": ["parameters"]}, {"tags": ["check"]}, {"tags": ["timing"]}]
+    assert [cell.metadata for cell in notebook.cells] == [
+        {},
+        {"tags": ["parameters"]},
+        {"tags": ["check"]},
+        {"tags": ["timing"]},
+    ]
     assert notebook.cells[2].outputs[0].text == "static: 1\n"
     assert notebook.cells[2].outputs[1].data == {"text/plain": "12"}
 

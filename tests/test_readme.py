@@ -1,0 +1,32 @@
+"""The README's ten lines run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_ten_lines_run_and_turn_two_is_served_from_turn_one(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly", reason="needs the extra lab")
+    from kvlab.models import registry
+
+    if registry.locate("smollm2-135m") is None:
+        pytest.skip("smollm2-135m is not here; run: kvlab fetch smollm2-135m")
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    a, b, engine = names["a"], names["b"], names["engine"]
+    engine.check()
+    assert b.cached_tokens >= 0.8 * (a.prompt_tokens + len(a.ids))
+    assert f"{b.cached_tokens} of {b.prompt_tokens} prompt tokens" in capsys.readouterr().out
+
+
+def test_both_commands_set_themselves_up() -> None:
+    commands = re.findall(r"<!-- command: \w+ -->\n```bash\n(.*)\n```", README)
+    assert len(commands) == 2
+    start = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e "
+    assert [command for command in commands if not command.startswith(start)] == []
