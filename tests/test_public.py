@@ -32,11 +32,52 @@ NAMES = [
 ]
 
 SIGNATURES = {
-    "Chat": "(messages: 'tuple[tuple[str, str], ...]', kept_ids: 'tuple[int, ...]' = (), kept_messages: 'int' = 0) -> None",
-    "Recorder": "(*, clock: 'Callable[[], float]', max_events: 'int | None' = 500000, "
-    "log_path: 'str | Path | None' = None) -> 'None'",
-    "chat": "(user: 'str', *, system: 'str | None' = None) -> 'Chat'",
+    "Chat": "(messages, kept_ids=(), kept_messages=0)",
+    "Engine": "(model, *, kv, attention, positions=None, sampler=None, preprocess=None, admission=None, chunks=None, "
+    "recorder=None, clock=monotonic, seed=0, profile='kvlab')",
+    "GenerationResult": "(rid, name, text, ids, prompt_ids, prompt_tokens, cached_tokens, cached_by_label, pages_matched, "
+    "page_size, finish_reason, ttft_ms, total_ms, tokens_per_s, misses, model, request, fork=None, logprobs=(), "
+    "prompt_logprobs=(), held_steps=0, error=None, stop_ids=frozenset())",
+    "Recorder": "(*, clock, max_events=500000, log_path=None)",
+    "chat": "(user, *, system=None)",
+    "fetch": "(name, *, say=announce)",
+    "load": "(name_or_path, *, num_pages=None, pool_bytes=None, page_size=16, dtype=None, kv_dtype=None, device=None, seed=0, "
+    "record=True, event_log=None, max_seq_len=None, max_concurrent_requests=None, max_step_tokens=2048, prefix_cache=True, "
+    "prefix_cache_salt='', policy='lru', attention='torch', preprocess='inline', profile='kvlab', check_invariants=None, "
+    "resources=None)",
 }
+
+#: What an engine and a result can do, beside the fields above.
+MEMBERS = {
+    "Engine": ["check", "close", "events", "generate", "reset_prefix_cache", "step", "stream", "submit"],
+    "GenerationResult": ["follow_up"],
+}
+
+
+class Named:
+    """Stands for a function that is a default: its name, not its address."""
+
+    def __init__(self, function: object) -> None:
+        self.name = function.__name__  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def signature(function: object) -> str:
+    """Names, kinds and defaults; types are mypy's business."""
+    found = inspect.signature(function)  # type: ignore[arg-type]
+    plain = [
+        parameter.replace(annotation=parameter.empty, default=Named(d) if inspect.isroutine(d := parameter.default) else d)
+        for parameter in found.parameters.values()
+    ]
+    return str(found.replace(parameters=plain, return_annotation=found.empty))
+
+
+def members(cls: type) -> list[str]:
+    return sorted(
+        name for name, value in vars(cls).items() if name[0] != "_" and (callable(value) or isinstance(value, property))
+    )
 
 
 def test_names() -> None:
@@ -50,7 +91,12 @@ def test_every_name_resolves(name: str) -> None:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name: str) -> None:
-    assert str(inspect.signature(getattr(kvlab, name))) == SIGNATURES[name]
+    assert signature(getattr(kvlab, name)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_members(name: str) -> None:
+    assert members(getattr(kvlab, name)) == MEMBERS[name]
 
 
 def test_every_function_and_class_but_the_errors_has_its_signature_here() -> None:
