@@ -1,0 +1,30 @@
+"""What a KV resource counts beside the index's own counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class KVCounters:
+    """Running totals since the resource was made.
+
+    ``probes`` = prompts looked up, each try counted; ``hits`` = those admitted with pages lent, and ``matched_*`` what was
+    lent to them. ``chains_ended`` counts by reason.
+    """
+
+    probes: int = 0
+    prompts_admitted: int = 0
+    hits: int = 0
+    matched_pages: int = 0
+    matched_tokens: int = 0
+    committed_tokens: int = 0
+    refused_admits: int = 0
+    resets: int = 0
+    chains_ended: Counter[str] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a copy as plain values."""
+        return {**vars(self), "chains_ended": dict(self.chains_ended)}

@@ -1,0 +1,121 @@
+"""The store side: a stream's chain from seed to end, and the pages it offers to the index as they fill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvlab import events
+from kvlab.cache.chain import MOVED_PAGES, PrefixChain
+from kvlab.cache.counters import KVCounters
+from kvlab.cache.index import PrefixIndex
+from kvlab.cache.pool import PagePool
+from kvlab.cache.roots import stream_root
+from kvlab.cache.stream import CacheStream, ChainEnd, RootName
+from kvlab.errors import IntegrityError
+from kvlab.spec import KeyedPrompt, PrefixStream
+
+
+class Filing:
+    """Seeds, extends and ends chains, and files filled pages under the stream's root.
+
+    Args:
+        counters: told of every chain that ends.
+    """
+
+    def __init__(self, pool: PagePool, counters: KVCounters) -> None:
+        self._pool = pool
+        self._counters = counters
+        self.base_root: bytes | None = None
+        self.declared: Mapping[str, PrefixStream] = {}
+
+    def is_keyed(self, label: str) -> bool:
+        """True when streams under ``label`` may have a chain; without declarations (direct use) all may."""
+        return not self.declared or label in self.declared
+
+    def is_probed(self, stream: CacheStream, walk: str) -> bool:
+        """True when ``walk`` writes the keyed text that opens this stream."""
+        declared, chain = self.declared.get(stream.label), stream.chain
+        if declared is None or chain is None:
+            return chain is not None
+        return walk == declared.walk and (not chain.layout or chain.layout[0].walk == walk)
+
+    def seed(self, stream: CacheStream, prompt: KeyedPrompt | None, salt: str) -> None:
+        """Give a stream that has not begun its chain and root.
+
+        A stream that lost its chain keeps none until it is rewound: what it holds is not what the keys say.
+        """
+        if self._pool.index is None or prompt is None or not prompt.keys or not self.is_keyed(stream.label):
+            return
+        if stream.chain is None and stream.chain_end is None and stream.is_fresh and not stream.step_in_flight:
+            stream.chain = PrefixChain(prompt, self._pool.page_size)
+            self.set_root(stream, salt)
+
+    def set_root(self, stream: CacheStream, salt: str) -> None:
+        """Hang the stream from the base root of now."""
+        if self.base_root is None:
+            raise IntegrityError(f"stream {stream.key} has keys and the cache has no root; enable the prefix cache first")
+        stream.root_name = RootName(self.base_root, stream.label, salt)
+        stream.root = stream_root(self.base_root, stream.label, salt)
+
+    def end(self, stream: CacheStream, why: str, walk: str, slot: int) -> None:
+        """The keys do not describe the stream any more; what is indexed stays indexed."""
+        if stream.chain is None:
+            return
+        stream.chain, stream.chain_end = None, ChainEnd(why, walk, slot)
+        self._counters.chains_ended[why] += 1
+        if self._pool.record is not None:
+            self._pool.record(events.ChainEnded(stream.rid, stream.label, why, walk, slot))
+
+    def extend(self, stream: CacheStream, walk: str, outputs: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Count the ids a step sampled for this stream, if any."""
+        chain = stream.chain
+        if chain is None or chain.decode_tensor is None or chain.decode_tensor not in outputs:
+            return
+        if stream.released:
+            self.end(stream, MOVED_PAGES, walk, stream.stored_len)
+            return
+        for ids in outputs[chain.decode_tensor][:1]:
+            chain.extend(ids)
+
+    def after_commit(self, stream: CacheStream, walk: str, span: int) -> None:
+        """A walk wrote the last ``span`` slots: end the chain if it does not foresee that, else file what is full."""
+        chain = stream.chain
+        if chain is None:
+            return
+        start = stream.stored_len - span
+        declared = self.declared.get(stream.label)
+        why = MOVED_PAGES if stream.released else chain.why_end(declared, walk, start, stream.stored_len)
+        if why is not None:
+            self.end(stream, why, walk, start)
+        elif self._pool.index is not None:
+            self._file(stream, chain, self._pool.index)
+
+    def _file(self, stream: CacheStream, chain: PrefixChain, index: PrefixIndex) -> None:
+        filled = chain.pages_filled(stream.stored_len)
+        if chain.cursor >= filled:
+            return
+        parent = self._parent(stream, chain, index)
+        begin, chain.cursor = chain.cursor, filled
+        keys, pages = chain.keys[begin:filled], stream.page_indices[begin:filled]
+        if not self._pool.is_told:
+            index.insert_run(stream.root, keys, pages, parent)
+            return
+        known = {page for page in pages if index.key_of(page) is not None}
+        winners = index.insert_run(stream.root, keys, pages, parent)
+        for position, (page, winner) in enumerate(zip(pages, winners, strict=True), begin):
+            if page != winner:
+                self._pool.tell_race_lost(stream, page, winner)
+            elif page not in known:
+                self._pool.tell_indexed(stream, chain, page, position)
+
+    def _parent(self, stream: CacheStream, chain: PrefixChain, index: PrefixIndex) -> int | None:
+        """The index's page before the cursor, found by key: after a lost race this stream holds only a private copy.
+
+        When the winner's page is gone since, the cursor steps back and the private copies are offered again.
+        """
+        while chain.cursor:
+            page = index.page_for(stream.root, chain.keys[chain.cursor - 1])
+            if page is not None:
+                return page
+            chain.cursor -= 1
+        return None

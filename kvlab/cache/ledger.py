@@ -1,0 +1,137 @@
+"""What each request is told about its prompt: one line when it is admitted, and a cause for every token it computed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from kvlab import events
+from kvlab.cache.chain import PrefixChain
+from kvlab.cache.counters import KVCounters
+from kvlab.cache.filing import Filing
+from kvlab.cache.misses import MissExplainer
+from kvlab.cache.pool import PagePool
+from kvlab.cache.stream import CacheStream
+from kvlab.spec import Miss, RequestConfig, RequestId
+
+log = logging.getLogger("kvlab.cache")
+
+
+@dataclass(slots=True)
+class KVRequest:
+    """A request as the KV resource knows it. ``notes``: label -> first slot -> causes of what one walk computed."""
+
+    rid: RequestId
+    config: RequestConfig
+    streams: dict[str, CacheStream] = field(default_factory=dict)
+    notes: dict[str, dict[int, tuple[Miss, ...]]] = field(default_factory=dict)
+    told: set[tuple[str, int]] = field(default_factory=set)
+
+    def brought_keys(self, label: str) -> bool:
+        """True when the worker keyed the prompt of ``label``."""
+        prompt = self.config.prompts.get(label)
+        return prompt is not None and bool(prompt.keys)
+
+
+class MissLedger:
+    """Settles the causes of a request's misses and reports its match.
+
+    Args:
+        key: name of the KV resource, for log lines.
+    """
+
+    def __init__(self, pool: PagePool, filing: Filing, key: str) -> None:
+        self._pool, self._filing, self._key = pool, filing, key
+        self.shut_because = "the prefix cache was never opened"
+
+    # -- notes, taken when a walk is about to run
+
+    def note(self, request: KVRequest, stream: CacheStream, num_tokens: int, cause: str, evidence: str) -> None:
+        """The next ``num_tokens`` prompt slots of ``stream`` will be computed because of ``cause``."""
+        start = stream.stored_len
+        if num_tokens:
+            miss = Miss(stream.label, start, start + num_tokens, cause, evidence)
+            request.notes.setdefault(stream.label, {})[start] = (miss,)
+
+    def note_unkeyed(self, request: KVRequest, stream: CacheStream, walk: str, num_tokens: int) -> None:
+        """A walk of a stream without a chain will run."""
+        declared = self._filing.declared.get(stream.label)
+        if declared is None or walk != declared.decode_walk:
+            self.note(request, stream, num_tokens, *self._why_unkeyed(request, stream))
+
+    def _why_unkeyed(self, request: KVRequest, stream: CacheStream) -> tuple[str, str]:
+        if self._pool.index is None:
+            return "opted_out", self.shut_because
+        if not request.config.prefix_cache:
+            return "opted_out", "the request asked for no prefix cache"
+        if stream.chain_end is not None:
+            why, walk, slot = stream.chain_end
+            return "chain_ended", f"by walk {walk!r} at slot {slot}: {why}"
+        if not self._filing.is_keyed(stream.label):
+            return "walk_not_keyed", f"the model declares no keyed stream {stream.label!r}"
+        return "no_keys", "the request brought no page keys for this stream"
+
+    # -- when a stream is admitted
+
+    def admitted(self, request: KVRequest, stream: CacheStream, counters: KVCounters) -> None:
+        """A step of ``stream`` was admitted; the first one settles its misses, and counts, logs and emits its match."""
+        if stream.converted or stream.is_fresh:
+            if stream.label not in request.notes and (misses := self._explain(request, stream, self._held(stream))):
+                request.notes[stream.label] = {misses[0].start: misses}
+            if not stream.reported and stream.chain is not None:
+                stream.reported = True
+                self._report(stream, stream.chain, counters)
+        self._tell(request, stream)
+
+    def _report(self, stream: CacheStream, chain: PrefixChain, counters: KVCounters) -> None:
+        keyed, matched_tokens = chain.prompt_slots // self._pool.page_size, self._held(stream)
+        counters.prompts_admitted += 1
+        counters.hits += stream.hits > 0
+        counters.matched_pages += stream.hits
+        counters.matched_tokens += matched_tokens
+        if self._pool.record is not None:
+            self._pool.record(
+                events.PrefixMatched(stream.rid, stream.label, stream.hits, keyed, matched_tokens, chain.prompt_slots)
+            )
+        is_whole = stream.hits == chain.match_limit(chain.prompt_slots) > 0
+        log.info(
+            "%s: request %r, stream %r: matched %d of its %d keyed pages%s",
+            *(self._key, stream.rid, stream.label, stream.hits, keyed),
+            ", the whole prompt but its last page" if is_whole else "",
+        )
+
+    def _held(self, stream: CacheStream) -> int:
+        """Slots the index lent: leased, or turned into pages and not written behind yet."""
+        if stream.lease is not None:
+            return len(stream.lease) * self._pool.page_size
+        return stream.stored_len if stream.converted else 0
+
+    def _tell(self, request: KVRequest, stream: CacheStream) -> None:
+        """Emit what was noted of ``stream``, each range once a request."""
+        if self._pool.record is None:
+            return
+        for start, misses in request.notes.get(stream.label, {}).items():
+            if (stream.label, start) not in request.told:
+                request.told.add((stream.label, start))
+                for m in misses:
+                    self._pool.record(events.TokensMissed(request.rid, m.label, m.start, m.stop, m.cause, m.evidence))
+
+    def _explain(self, request: KVRequest, stream: CacheStream, matched_tokens: int) -> tuple[Miss, ...]:
+        chain, index = stream.chain, self._pool.index
+        if chain is not None and index is not None:
+            return MissExplainer(chain, index, stream.root, stream.root_name, self._pool.miss_log).explain(matched_tokens)
+        prompt = request.config.prompts.get(stream.label)
+        if prompt is None or not prompt.prompt_slots:
+            return ()
+        return (Miss(stream.label, 0, prompt.prompt_slots, *self._why_unkeyed(request, stream)),)
+
+    def misses(self, request: KVRequest) -> tuple[Miss, ...]:
+        """Every cause known, in slot order label by label; what is not settled yet is said as of now."""
+        found: list[Miss] = []
+        for label in sorted(request.streams.keys() | request.notes.keys()):
+            notes = request.notes.get(label)
+            if notes is None:
+                found += self._explain(request, request.streams[label], self._held(request.streams[label]))
+            else:
+                found += [miss for start in sorted(notes) for miss in notes[start]]
+        return tuple(found)

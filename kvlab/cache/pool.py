@@ -1,0 +1,170 @@
+"""Every movement of a page between the free list, the streams, the leases and the index, each told to the recorder.
+
+free --grow--> stream --release--> free, or cached if the index is an owner
+cached --lease--> lease --convert--> leading pages of the stream
+                      \\--cut-----> cached
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvlab import events
+from kvlab.cache.arena import PageArena
+from kvlab.cache.chain import PrefixChain
+from kvlab.cache.index import PrefixIndex
+from kvlab.cache.misses import MissLog
+from kvlab.cache.policies.base import EvictionPolicy
+from kvlab.cache.stream import CacheStream
+from kvlab.errors import IntegrityError
+from kvlab.spec import AllocationFailed, RequestId
+
+
+class PagePool:
+    """An arena, and the index that is a second owner of its pages once it is open.
+
+    Callers hold the lock of the KV resource. ``record`` None: no event is built.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        policy: EvictionPolicy | str,
+        record: Callable[[events.Event], None] | None,
+        miss_log: MissLog | None,
+    ) -> None:
+        self.arena = PageArena(num_pages)
+        self.page_size = page_size
+        self.index: PrefixIndex | None = None
+        self.record = record
+        self.miss_log = miss_log
+        self._policy = policy
+
+    def open_index(self) -> PrefixIndex:
+        """Open an empty index."""
+        self.index = PrefixIndex(self.arena, self._policy)
+        return self.index
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` slots need."""
+        return -(-num_tokens // self.page_size)
+
+    # -- streams and the free list
+
+    def grow(self, stream: CacheStream, total_len: int, step_index: int) -> AllocationFailed | None:
+        """Append fresh pages until ``stream`` holds ``total_len`` slots, evicting if that helps; all or nothing."""
+        need = self.pages_for(total_len) - len(stream.page_indices)
+        if need <= 0:
+            return None
+        pages = self.arena.acquire(need)
+        if pages is None:
+            short = need - self.arena.num_free
+            evictable = self.index.evictable_count() if self.index is not None else 0
+            if evictable < short:  # evicting would not help, so nothing is evicted
+                return AllocationFailed(short - evictable, stream.rid, stream.label)
+            self.evict(short, stream.rid, step_index)
+            pages = self.arena.acquire(need)
+            if pages is None:
+                raise IntegrityError(
+                    f"{evictable} pages were said to be evictable; {need} are needed, {self.arena.num_free} are free"
+                )
+        stream.page_indices.extend(pages)
+        stream.generation += 1
+        if self.record is not None:
+            self.record(events.PagesAcquired(stream.rid, stream.label, pages))
+        return None
+
+    def release_pages(self, stream: CacheStream, why: str) -> None:
+        """The stream lets go of all its pages."""
+        if not stream.page_indices:
+            return
+        pages, stream.page_indices = stream.page_indices, []
+        self.arena.release(pages)
+        stream.generation += 1
+        if self.record is not None:
+            self.record(events.PagesReleased(stream.rid, stream.label, pages, why))
+
+    def set_length(self, stream: CacheStream, stored_len: int, why: str) -> None:
+        """Set a length that no commit wrote."""
+        if stream.stored_len == stored_len:
+            return
+        stream.stored_len = stored_len
+        if self.record is not None:
+            self.record(events.StreamLengthSet(stream.rid, stream.label, stored_len, why))
+
+    # -- leases
+
+    def lease(self, stream: CacheStream, pages: Sequence[int]) -> None:
+        """Hold indexed pages for a stream that is not admitted yet."""
+        self.arena.retain(pages)
+        stream.lease, stream.lease_agreed = list(pages), False
+        if self.record is not None:
+            self.record(events.PagesLeased(stream.rid, stream.label, list(pages)))
+
+    def cut_lease(self, stream: CacheStream, keep: int, why: str) -> None:
+        """Keep the first ``keep`` leased pages and release the rest."""
+        if stream.lease is None or keep >= len(stream.lease):
+            return
+        surplus = stream.lease[keep:]
+        stream.lease = stream.lease[:keep] or None
+        self.arena.release(surplus)
+        if self.record is not None:
+            self.record(events.LeaseReleased(stream.rid, stream.label, surplus, why))
+
+    def convert_lease(self, stream: CacheStream) -> None:
+        """Make the lease the stream's own leading pages; empty pages that a refused admit left go back first."""
+        lease = stream.lease or []
+        self.release_pages(stream, "empty")
+        stream.page_indices, stream.lease = lease, None
+        stream.hits, stream.converted = len(lease), True
+        stream.generation += 1
+        if self.record is not None:
+            self.record(events.LeaseConverted(stream.rid, stream.label, list(lease)))
+        self.set_length(stream, len(lease) * self.page_size, "lease")
+
+    # -- the index
+
+    @property
+    def is_told(self) -> bool:
+        """True when somebody wants to hear of single pages."""
+        return self.record is not None or self.miss_log is not None
+
+    def tell_indexed(self, stream: CacheStream, chain: PrefixChain, page: int, position: int) -> None:
+        """A page of ``stream`` entered the index."""
+        key = chain.keys[position]
+        if self.miss_log is not None:
+            parent_key = chain.keys[position - 1] if position else b""
+            self.miss_log.filed(stream.root, stream.root_name, parent_key, key, chain.ids_of_page(position))
+        if self.record is not None and self.index is not None:
+            root, parent = stream.root.hex()[:16], self.index.parent_of(page)
+            self.record(events.PageIndexed(stream.rid, stream.label, page, key.hex()[:16], root, parent, position))
+
+    def tell_race_lost(self, stream: CacheStream, page: int, winner: int) -> None:
+        """Another page holds the key; ``page`` stays private."""
+        if self.record is not None:
+            self.record(events.IndexRaceLost(stream.rid, stream.label, page, winner))
+
+    def evict(self, num_pages: int, for_rid: RequestId | None = None, step_index: int | None = None) -> int:
+        """Ask the index to free ``num_pages``; returns how many it freed."""
+        if self.index is None:
+            return 0
+        why = "evicted when asked" if for_rid is None else f"evicted at step {step_index} for request {for_rid!r}"
+
+        def tell(page: int, root: bytes, key: bytes) -> None:
+            if self.miss_log is not None:
+                self.miss_log.gone(root, key, why)
+            if self.record is not None:
+                self.record(events.PageEvicted(page, key.hex()[:16], for_rid))
+
+        return self.index.evict(num_pages, on_evicted=tell if self.is_told else None)
+
+    def clear_index(self, reason: str, epoch: int) -> None:
+        """Drop every entry; pages that streams own stay theirs."""
+        if self.index is None:
+            return
+        pages = self.index.clear()
+        if self.miss_log is not None:
+            self.miss_log.all_gone(f"dropped by a reset ({reason})")
+        if self.record is not None:
+            self.record(events.IndexReset(reason, epoch, pages))

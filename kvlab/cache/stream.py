@@ -1,0 +1,68 @@
+"""One (request, label): its pages, how much of them is written, and what the index lent it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvlab.cache.chain import PrefixChain
+from kvlab.spec import RequestId, StreamKey
+
+
+class RootName(NamedTuple):
+    """What a stream's root is made of."""
+
+    base: bytes
+    label: str
+    salt: str
+
+
+NO_ROOT = RootName(b"", "", "")
+
+
+class ChainEnd(NamedTuple):
+    """What ended a stream's chain: the reason, and the walk that wrote slot ``slot`` then."""
+
+    why: str
+    walk: str
+    slot: int
+
+
+@dataclass(slots=True, eq=False)
+class CacheStream:
+    """State of one stream. Pages of a stream with a hit, before and after its first commit:
+
+        lease      [L0 L1 L2]                        held, stored_len 0
+        converted  [L0 L1 L2 | P3 P4]                stored_len = 3 pages, P private and still empty
+        committed  [L0 L1 L2 | P3 P4]                stored_len = 3 pages + span; L lent (hits), P offered when full
+
+    ``page_indices`` is a high-water list: it may hold more pages than ``stored_len`` needs.
+    """
+
+    rid: RequestId
+    label: str
+    root: bytes = b""  # empty until the stream has a chain
+    root_name: RootName = NO_ROOT
+    page_indices: list[int] = field(default_factory=list)
+    stored_len: int = 0
+    released: int = 0  # tokens compacted out of the front by a window
+    chain: PrefixChain | None = None
+    chain_end: ChainEnd | None = None
+    lease: list[int] | None = None
+    lease_agreed: bool = False  # the engine trimmed the step to the lease
+    converted: bool = False  # a lease became pages and its step has not committed yet
+    hits: int = 0  # leading pages lent by the index
+    generation: int = 0  # moves when pages or bytes change
+    reset_generation: int = 0  # moves when the content is rewound or replaced
+    step_in_flight: bool = False
+    reported: bool = False
+
+    @property
+    def key(self) -> StreamKey:
+        """(request, label)."""
+        return self.rid, self.label
+
+    @property
+    def is_fresh(self) -> bool:
+        """True while nothing is stored: only then can the stream hit."""
+        return self.stored_len == 0
