@@ -346,6 +346,10 @@ class Resource:
     """
 
     key: str = ""
+    #: The node it is attached to.
+    node: str = "LLM"
+    #: The deployment's switch: False keeps an index of this resource shut, silently.
+    prefix_cache: bool = True
     #: Keys of the resources this one is planned against; its ``root_fields`` are folded into their roots.
     depends_on: tuple[str, ...] = ()
     #: A hit removes the front of a request from every resource of the node. False: such a request could not be planned.

@@ -160,9 +160,7 @@ class Sampler(Resource):
             request.seen[token] = True
         return Sampled(token, *self._logprobs(logits, token, request.params.logprobs))
 
-    def _logprobs(
-        self, logits: Tensor, token: int, count: int | None
-    ) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+    def _logprobs(self, logits: Tensor, token: int, count: int | None) -> tuple[float | None, tuple[tuple[int, float], ...]]:
         if count is None:
             return None, ()
         logprobs = torch.log_softmax(logits.detach().to("cpu", torch.float64), dim=0)
