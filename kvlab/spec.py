@@ -541,6 +541,12 @@ class ModelSpec(Protocol):
     processor: PromptProcessor
     vocab_size: int
     max_seq_len: int
+    num_heads: int
+
+    @property
+    def device(self) -> str:
+        """Where the model computes; its pages belong there."""
+        ...
 
     def walks(self) -> Mapping[str, Walk]:
         """Every walk the model runs, by name."""
@@ -560,6 +566,14 @@ class ModelSpec(Protocol):
 
     def preprocess_fingerprint(self) -> str:
         """Identity of how prompts are built."""
+        ...
+
+    def rope_fields(self) -> Mapping[str, Any]:
+        """What turns a position into a rotation, for the root."""
+        ...
+
+    def kv_layout(self, page_size: int, kv_dtype: str | None = None) -> KVLayout:
+        """Shape of the model's pages; ``kv_dtype`` None stores K and V as computed."""
         ...
 
     def weights_version(self) -> Hashable:

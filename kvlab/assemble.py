@@ -1,0 +1,235 @@
+"""Joins a model, its pages, a backend and an engine: what ``kvlab.load`` does, and the same for a model made by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import InputError
+
+if TYPE_CHECKING:
+    from kvlab.attention.base import AttentionBackend
+    from kvlab.attention.store import KVStore
+    from kvlab.engine.engine import Engine
+    from kvlab.spec import KVLayout, ModelSpec
+
+DEFAULT_NUM_PAGES = 2048
+PROFILES = ("kvlab", "published")
+ATTENTION = {
+    "torch": "kvlab.attention.torch_paged:TorchPagedAttention",
+    "flashinfer": "kvlab.attention.flashinfer:FlashInferAttention",
+}
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    num_pages: int | None = None,
+    pool_bytes: int | None = None,
+    page_size: int = 16,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    record: bool = True,
+    event_log: str | Path | None = None,
+    max_seq_len: int | None = None,
+    max_concurrent_requests: int | None = None,
+    max_step_tokens: int = 2048,
+    prefix_cache: bool = True,
+    prefix_cache_salt: str = "",
+    policy: str = "lru",
+    attention: str = "torch",
+    preprocess: str = "inline",
+    profile: str = "kvlab",
+    check_invariants: bool | None = None,
+    resources: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Engine:
+    """Load a model by name or path and return an engine that runs it.
+
+    Args:
+        name_or_path: "smollm2-135m", "smollm2-135m@hub", "org/name" on the hub, a checkpoint folder, or a GGUF file.
+        num_pages: pages of the pool, page 0 (the sink) included; ``pool_bytes`` gives its size in bytes instead.
+        page_size: KV slots a page.
+        dtype: compute dtype: float32 (default on a CPU), bfloat16 (default on CUDA) or float64; ``kv_dtype`` of the pages.
+        device: "cpu", "cuda" or "cuda:N"; CUDA when there is one.
+        seed: of all sampling.
+        record: keep events in bounded memory; ``event_log`` also writes them to a JSONL file.
+        max_seq_len: longest context; the model's own when not given.
+        max_concurrent_requests: most requests in flight.
+        max_step_tokens: most prompt tokens computed in one step; longer prefills are chunked.
+        prefix_cache: False = no page is ever reused. ``prefix_cache_salt`` isolates this deployment's pages.
+        policy: order of eviction.
+        attention: "torch" or "flashinfer".
+        preprocess: where prompts are tokenised: "inline", "thread" or "process".
+        profile: "kvlab", or "published" for the published system's boundaries.
+        check_invariants: check the pool after every change; None = as KVLAB_CHECK says.
+        resources: per-resource overrides of the settings above, e.g. ``{"kv": {"page_size": 32}}``.
+
+    Raises:
+        InputError: an unknown or illegal option.
+        LoadError: no such model, files that are damaged or not of a known kind, or too little memory (both numbers given).
+        FetchError: weights neither here nor to be had; every place looked at is named.
+    """
+    from kvlab.models.loading import load_text_model
+
+    _check_profile(profile)
+    model = load_text_model(name_or_path, dtype=dtype, device=device, max_seq_len=max_seq_len)
+    return build_engine(
+        model,
+        num_pages=num_pages,
+        pool_bytes=pool_bytes,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+        seed=seed,
+        record=record,
+        event_log=event_log,
+        max_concurrent_requests=max_concurrent_requests,
+        max_step_tokens=max_step_tokens,
+        prefix_cache=prefix_cache,
+        prefix_cache_salt=prefix_cache_salt,
+        policy=policy,
+        attention=attention,
+        preprocess=preprocess,
+        profile=profile,
+        check_invariants=check_invariants,
+        resources=resources,
+    )
+
+
+def _check_profile(profile: str) -> None:
+    if profile not in PROFILES:
+        raise InputError(f"unknown profile {profile!r}; known are {', '.join(PROFILES)}")
+
+
+def build_engine(
+    model: ModelSpec,
+    *,
+    num_pages: int | None = None,
+    pool_bytes: int | None = None,
+    page_size: int = 16,
+    kv_dtype: str | None = None,
+    seed: int = 0,
+    record: bool = True,
+    event_log: str | Path | None = None,
+    max_concurrent_requests: int | None = None,
+    max_step_tokens: int = 2048,
+    prefix_cache: bool = True,
+    prefix_cache_salt: str = "",
+    policy: str = "lru",
+    attention: str | Callable[[KVStore], AttentionBackend] = "torch",
+    preprocess: str = "inline",
+    profile: str = "kvlab",
+    check_invariants: bool | None = None,
+    resources: Mapping[str, Mapping[str, Any]] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """Return an engine over a model that is already there.
+
+    The arguments are those of ``load``; ``attention`` may also be a function of the KVStore, and ``clock`` counts seconds.
+    """
+    from kvlab.attention.store import KVStore
+    from kvlab.cache.kv import KVResource
+    from kvlab.cache.misses import MissLog
+    from kvlab.engine.admission import Admission
+    from kvlab.engine.chunks import ChunkRule
+    from kvlab.engine.declare import report_sizing
+    from kvlab.engine.engine import Engine
+    from kvlab.engine.positions import Positions
+    from kvlab.engine.preprocess import PreprocessWorker
+    from kvlab.events import Recorder
+
+    _check_profile(profile)
+    kv_settings = {
+        "num_pages": num_pages,
+        "pool_bytes": pool_bytes,
+        "page_size": page_size,
+        "kv_dtype": kv_dtype,
+        "policy": policy,
+        "prefix_cache": prefix_cache,
+        "prefix_cache_salt": prefix_cache_salt,
+    }
+    pool = kv_settings | _overrides(resources, kv_settings)
+    admission, chunks = Admission(max_concurrent_requests), ChunkRule(max_step_tokens)
+    layout = model.kv_layout(_whole("page_size", pool["page_size"], 1), pool["kv_dtype"])
+    pages = _num_pages(pool["num_pages"], pool["pool_bytes"], layout, model.device)
+    worker = PreprocessWorker(model.processor, model.prefix_key_streams(), {"kv": layout.page_size}, mode=preprocess)
+    recorder = Recorder(clock=clock, log_path=event_log) if record or event_log is not None else None
+    store = KVStore(layout, pages, device=model.device)
+    kv = KVResource(
+        layout,
+        pages,
+        store=store,
+        policy=pool["policy"],
+        prefix_cache=pool["prefix_cache"],
+        salt=pool["prefix_cache_salt"],
+        check_invariants=check_invariants,
+        record=recorder,
+        miss_log=MissLog(pages) if record else None,
+    )
+    engine = Engine(
+        model,
+        kv=kv,
+        attention=_attention(attention, store, model.num_heads),
+        positions=Positions(model.rope_fields()),
+        preprocess=worker,
+        admission=admission,
+        chunks=chunks,
+        recorder=recorder,
+        clock=clock,
+        seed=seed,
+        profile=profile,
+    )
+    report_sizing(
+        "kv",
+        usable_pages=kv.usable_pages,
+        page_size=kv.page_size,
+        max_seq_len=model.max_seq_len,
+        max_concurrent_requests=max_concurrent_requests,
+    )
+    return engine
+
+
+def _overrides(resources: Mapping[str, Mapping[str, Any]] | None, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key, values in (resources or {}).items():
+        if key != "kv":
+            raise InputError(f"resources names {key!r}; the only resource with settings is 'kv'")
+        for name in values:
+            if name not in settings:
+                raise InputError(f"unknown setting {name!r} of resource 'kv'; known are {', '.join(settings)}")
+    return (resources or {}).get("kv", {})
+
+
+def _num_pages(num_pages: int | None, pool_bytes: int | None, layout: KVLayout, device: str) -> int:
+    """Pages of the pool from whichever of the two was given, checked against the memory that is there."""
+    from kvlab.cache.kv import BYTES_PER_VALUE
+    from kvlab.models.memory import check_memory
+
+    if num_pages is not None and pool_bytes is not None:
+        raise InputError(f"num_pages is {num_pages} and pool_bytes is {pool_bytes}; give one of the two")
+    page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])
+    if pool_bytes is not None:
+        num_pages = _whole("pool_bytes", pool_bytes, 2 * page_bytes, f"two pages of {page_bytes} bytes") // page_bytes
+    pages = _whole("num_pages", DEFAULT_NUM_PAGES if num_pages is None else num_pages, 2, "the sink and one page to use")
+    check_memory({"KV pages": pages * page_bytes}, device)
+    return pages
+
+
+def _whole(name: str, value: Any, least: int, why: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        tail = f" ({why})" if why else ""
+        raise InputError(f"{name} is {value!r}; it must be a whole number of at least {least}{tail}")
+    return value
+
+
+def _attention(choice: str | Callable[[KVStore], AttentionBackend], store: KVStore, num_heads: int) -> AttentionBackend:
+    if callable(choice):
+        return choice(store)
+    if choice not in ATTENTION:
+        raise InputError(f"unknown attention {choice!r}; known are {', '.join(ATTENTION)}")
+    module, _, name = ATTENTION[choice].partition(":")
+    backend: AttentionBackend = getattr(import_module(module), name)(store, num_heads=num_heads)
+    return backend

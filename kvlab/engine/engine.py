@@ -1,0 +1,392 @@
+"""The engine: requests join and leave between steps, share pages where they may, and stream their tokens."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+from kvlab.attention.base import AttentionBackend
+from kvlab.cache.kv import KVResource
+from kvlab.engine.admission import Admission, HoldLog
+from kvlab.engine.chunks import ChunkRule
+from kvlab.engine.declare import check_declaration, moved_root, open_caches
+from kvlab.engine.handle import RequestHandle, finished
+from kvlab.engine.intake import Intake
+from kvlab.engine.interrupts import deferred_interrupts
+from kvlab.engine.positions import Positions
+from kvlab.engine.preprocess import PreprocessWorker
+from kvlab.engine.request import GenerationResult, Request, StreamChunk, read_options
+from kvlab.engine.run import Run
+from kvlab.engine.sampler import Sampled, Sampler
+from kvlab.engine.skip import SkipStage
+from kvlab.engine.stepper import Outcome, Stepper
+from kvlab.errors import DeadlineError, InputError, StallError
+from kvlab.events import (
+    ModelLoaded,
+    Recorder,
+    RequestFinished,
+    RequestHeld,
+    RequestStarted,
+    RequestSubmitted,
+    TokenSampled,
+    TokensMissed,
+)
+from kvlab.spec import AllocationFailed, ModelSpec, Prompt, Resource, Walk
+
+logger = logging.getLogger("kvlab.engine")
+
+
+class Engine:
+    """Continuous batching over a paged KV cache with cross-request prefix reuse.
+
+    Args:
+        model: what to run.
+        kv: the pages and their index.
+        attention: the backend over the same pages.
+        positions, sampler: made for the model when not given.
+        preprocess: tokenises and keys prompts; inline when not given.
+        admission: who may start.
+        chunks: where prefills are cut.
+        recorder: keeps events; None records nothing and costs nothing.
+        clock: seconds, monotone.
+        seed: of all sampling; a request's own ``seed`` overrides it.
+        profile: "kvlab", or "published" for the published system's boundaries.
+
+    Raises:
+        LoadError: the model declares reuse that one of the resources cannot honour.
+
+    Changes:
+        opens the prefix cache of every resource.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        kv: KVResource,
+        attention: AttentionBackend,
+        positions: Positions | None = None,
+        sampler: Sampler | None = None,
+        preprocess: PreprocessWorker | None = None,
+        admission: Admission | None = None,
+        chunks: ChunkRule | None = None,
+        recorder: Recorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int = 0,
+        profile: str = "kvlab",
+    ) -> None:
+        self.model, self.kv, self.attention = model, kv, attention
+        self.positions = Positions() if positions is None else positions
+        self.sampler = Sampler(model.vocab_size, seed=seed) if sampler is None else sampler
+        self.preprocess = preprocess or PreprocessWorker(model.processor, model.prefix_key_streams(), {kv.key: kv.page_size})
+        self.admission = admission or Admission()
+        self.recorder = recorder
+        self._resources: tuple[Resource, ...] = (kv, attention, self.positions, self.sampler)
+        self._clock, self._hold_log = clock, HoldLog(clock)
+        self._intake = Intake(model, kv, self._resources)
+        self._walks = dict(model.walks())
+        self._waiting: list[Run] = []
+        self._running: list[Run] = []
+        self._rids = itertools.count(1)
+        self._round, self._in_step = 0, False
+        check_declaration(model, self._resources)
+        if recorder is not None:
+            recorder(ModelLoaded(model.name, model.identity))
+        self._weights_version, self._weights_epoch = model.weights_version(), 0
+        self._roots = open_caches(model, self._resources)
+        self._stepper = Stepper(
+            model,
+            self._resources,
+            kv=kv,
+            attention=attention,
+            positions=self.positions,
+            sampler=self.sampler,
+            skip=SkipStage(model, self._resources, profile=profile),
+            chunks=chunks or ChunkRule(),
+            settle=self._settle,
+            record=recorder,
+        )
+
+    # -- what a user calls
+
+    @property
+    def events(self) -> Recorder:
+        """The recorder.
+
+        Raises:
+            InputError: this engine does not record.
+        """
+        if self.recorder is None:
+            raise InputError("this engine does not record; make it with record=True (kvlab.load) or recorder=Recorder(...)")
+        return self.recorder
+
+    def submit(self, prompt: Prompt, **options: Any) -> RequestHandle:
+        """Queue a request; nothing runs until the engine steps.
+
+        Args:
+            prompt: text, token ids, a chat, or a result's ``follow_up``.
+            options: fields of RequestOptions and SamplingParams.
+
+        Raises:
+            InputError: an unknown or illegal option, a prompt that cannot be tokenised, that overflows the context, or that
+                needs more pages than the pool has.
+        """
+        request = Request(next(self._rids), prompt, read_options(options))
+        self._notice_changed_weights()
+        run = Run(request, self.preprocess.submit(prompt, request.options.fields), self._clock(), self._round)
+        if run.future.done():
+            self._prepare(run)
+        self._waiting.append(run)
+        return RequestHandle(run, step=self.step, cancel=self._cancel)
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[StreamChunk]:
+        """Yield the tokens of one request as they come; leaving the loop early cancels it."""
+        handle = self.submit(prompt, **options)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
+        handle.result()
+
+    @overload
+    def generate(self, prompt: list[Prompt], **options: Any) -> list[GenerationResult]: ...
+    @overload
+    def generate(self, prompt: Prompt, **options: Any) -> GenerationResult: ...
+    def generate(self, prompt: Any, **options: Any) -> GenerationResult | list[GenerationResult]:
+        """Run one prompt, or a list of prompts side by side, to the end.
+
+        A list of ints is one prompt of token ids. A single prompt that fails raises; in a list of prompts each result carries
+        its own ``error`` and the others are complete.
+
+        Raises:
+            InputError: as ``submit``; then none of the prompts has run.
+            StallError: every request waits for pages and none can be freed; all of them ended.
+        """
+        several = isinstance(prompt, list) and any(not isinstance(p, int) for p in prompt)
+        handles: list[RequestHandle] = []
+        try:
+            for one in prompt if several else [prompt]:
+                handles.append(self.submit(one, **options))
+            while not all(handle.done for handle in handles):
+                self.step()
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        return finished(handles) if several else handles[0].result()
+
+    def step(self) -> int:
+        """Advance every request that can by one chunk or one token; returns the number of rows that ran.
+
+        Raises:
+            StallError: every running request waits for pages, nothing can free one, and none has a deadline. They end with
+                this error, their pages return, and the engine goes on.
+        """
+        self._round += 1
+        if self.recorder is not None:
+            self.recorder.step = self._round
+        with deferred_interrupts():
+            self._collect_prepared()
+            self._end_overdue()
+            self._start_waiting()
+        self._in_step = True
+        try:
+            outcomes = [self._stepper.run(self._round, walk, runs) for walk, runs in self._groups()]
+        finally:
+            self._in_step = False
+        with deferred_interrupts():
+            for outcome in outcomes:
+                self._take_outcome(outcome)
+        num_ran = sum(outcome.num_ran for outcome in outcomes)
+        if num_ran == 0:
+            self._stop_if_stalled(outcomes)
+        return num_ran
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached page. Pages of running requests stay readable and are not offered again."""
+        return all([resource.reset_prefix_cache("asked") for resource in self._resources])
+
+    def check(self) -> None:
+        """Verify every invariant.
+
+        Raises:
+            IntegrityError: names the page and its keys.
+        """
+        for resource in self._resources:
+            resource.check()
+
+    def close(self) -> None:
+        """Cancel what is in flight and let go of workers and files."""
+        for run in [*self._running, *self._waiting]:
+            self._cancel(run)
+        self.preprocess.close()
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        pool = f"{self.kv.num_pages} pages of {self.kv.page_size}"
+        return f"Engine({self.model.name}, {pool}, {len(self._running)} running, {len(self._waiting)} waiting)"
+
+    # -- from submission to start
+
+    def _notice_changed_weights(self) -> None:
+        version = self.model.weights_version()
+        if version != self._weights_version:
+            self._weights_version = version
+            self._weights_epoch += 1
+            logger.info("the weights of %s changed in place: its prefix cache is dropped", self.model.name)
+            self._roots = moved_root(self.model, self._resources, self._weights_epoch)
+
+    def _prepare(self, run: Run) -> None:
+        self._intake.prepare(run, run.future.result())
+        if self.recorder is not None:
+            options = run.request.options
+            self.recorder(RequestSubmitted(run.rid, len(run.prompt_ids), options.max_tokens, options.name))
+
+    def _collect_prepared(self) -> None:
+        for run in [r for r in self._waiting if not r.prepared and r.future.done()]:
+            try:
+                self._prepare(run)
+            except Exception as error:
+                self._end(run, "error", error)
+
+    def _start_waiting(self) -> None:
+        while self._waiting and self.admission.may_start(len(self._running)):
+            if not self._waiting[0].prepared:
+                if self._running:
+                    return
+                self._waiting[0].future.exception()  # nothing else to do: wait for the worker
+                self._collect_prepared()
+                continue
+            run = self._waiting.pop(0)
+            self._running.append(run)
+            if self.recorder is not None:
+                self.recorder(RequestStarted(run.rid))
+
+    # -- a round
+
+    def _groups(self) -> Iterator[tuple[Walk, list[Run]]]:
+        groups: dict[str, list[Run]] = {}
+        for run in self._running:
+            groups.setdefault(run.walk, []).append(run)
+        # prefills first: a first token is waited for, and a decode step does not depend on its neighbours
+        for name in sorted(groups, key=lambda name: self._walks[name].loops):
+            yield self._walks[name], groups[name]
+
+    def _take_outcome(self, outcome: Outcome) -> None:
+        for run, refusal in outcome.held:
+            run.held_steps += 1
+            short = refusal.pages_short if isinstance(refusal, AllocationFailed) else 0
+            self._hold_log.held(self._walks[run.walk].node, run.rid, short)
+            if self.recorder is not None and run.held_steps == 1:
+                self.recorder(RequestHeld(run.rid, getattr(refusal, "label", "main"), short))
+        for run, error in outcome.failed:
+            self._end(run, "error", error)
+
+    def _settle(self, run: Run, walk: Walk, sampled: Sampled | Exception | None, walk_done: bool) -> None:
+        """A row's step is committed: take its token, check for the end, extend its chain, move on in the schedule."""
+        if isinstance(sampled, Exception):
+            self._end(run, "error", sampled)
+            return
+        if sampled is not None:
+            if self._take_token(run, sampled):
+                return
+            outputs = {tensor: [[sampled.token]] for tensor in self._decode_tensors()}
+            for resource in self._resources:
+                resource.extend_prefix_chain(run.rid, walk.node, walk.name, outputs)
+        if walk_done and not walk.loops:
+            run.walk_index += 1
+        if run.cancel_requested:
+            self._end(run, "cancelled", None)
+        elif run.walk_index == len(run.schedule):
+            self._end(run, "length", None)
+
+    def _take_token(self, run: Run, sampled: Sampled) -> bool:
+        """Append a token; True when the request ended with it."""
+        chunk, reason = run.take(sampled, self._clock())
+        if self.recorder is not None:
+            self.recorder(TokenSampled(run.rid, sampled.token))
+        error: Exception | None = None
+        if run.request.options.on_token is not None:
+            try:
+                run.request.options.on_token(chunk)
+            except Exception as raised:  # the client's own fault ends its own request
+                reason, error = "error", raised
+        if reason is not None:
+            self._end(run, reason, error)
+        return reason is not None
+
+    def _decode_tensors(self) -> set[str]:
+        streams = self.model.prefix_key_streams().values()
+        return {s.tensor for by_label in streams for s in by_label.values() if s.decode_walk is not None}
+
+    # -- how requests end
+
+    def _end_overdue(self) -> None:
+        now_s = self._clock()
+        for run in [*self._running, *self._waiting]:
+            if run.cancel_requested:
+                self._end(run, "cancelled", None)
+            elif run.past_deadline(now_s, self._round):
+                message = (
+                    f"request {run.rid} passed its deadline after {self._round - run.submitted_step} steps and "
+                    f"{now_s - run.submitted_s:.1f} s, with {len(run.generated)} tokens generated and {run.held_steps} steps held"
+                )
+                self._end(run, "deadline", DeadlineError(message))
+
+    def _stop_if_stalled(self, outcomes: Sequence[Outcome]) -> None:
+        held = [run for outcome in outcomes for run, _ in outcome.held]
+        if not held or any(run.has_deadline for run in held):
+            return
+        live = self.kv.usable_pages - self.kv.arena.num_free
+        error = StallError(
+            f"all {len(held)} running requests wait for pages and nothing can free one: {live} of {self.kv.usable_pages} usable "
+            f"pages are in use (page size {self.kv.page_size}), max_concurrent_requests is "
+            f"{self.admission.max_concurrent_requests}; give the pool more pages (num_pages), or set max_concurrent_requests "
+            "so that all of them fit at their final length"
+        )
+        for run in held:
+            self._end(run, "error", error)
+        raise error
+
+    def _cancel(self, run: Run) -> None:
+        if self._in_step:
+            run.cancel_requested = True
+            return
+        with deferred_interrupts():
+            self._end(run, "cancelled", None)
+
+    def _end(self, run: Run, reason: str, error: Exception | None) -> None:
+        if run.result is not None:
+            return
+        (self._running if run in self._running else self._waiting).remove(run)
+        run.future.cancel()
+        misses = [miss for resource in self._resources for miss in resource.cached_misses(run.rid)]
+        self._remember_keys(run)
+        for resource in self._resources:
+            resource.remove_request(run.rid)
+        run.result = run.to_result(
+            reason, now_s=self._clock(), page_size=self.kv.page_size, model=self.model.identity, misses=misses, error=error
+        )
+        if self.recorder is not None:
+            for m in misses:
+                self.recorder(TokensMissed(run.rid, m.label, m.start, m.stop, m.cause, m.evidence))
+            message = "" if error is None else str(error)
+            cached, ttft_ms = run.result.cached_tokens, run.result.ttft_ms
+            self.recorder(RequestFinished(run.rid, reason, cached, len(run.generated), ttft_ms, message))
+
+    def _remember_keys(self, run: Run) -> None:
+        """Leave the key list with the worker, so that a follow-up hashes only what it adds."""
+        keys = self.kv.page_keys(run.rid, "main")
+        if keys:
+            ids = [*run.prompt_ids, *run.generated][: len(keys) * self.kv.page_size]
+            self.preprocess.remember(self.kv.key, ids, keys)

@@ -1,0 +1,85 @@
+"""From a prepared prompt to a request every resource knows: schedule, stop ids, and the refusals that need no step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvlab.cache.kv import KVResource
+from kvlab.engine.preprocess import Prepared
+from kvlab.engine.request import RequestOptions
+from kvlab.engine.run import Run
+from kvlab.engine.text import TextStream
+from kvlab.errors import InputError
+from kvlab.spec import ModelSpec, RequestConfig, Resource
+
+
+class Intake:
+    """Fills in a run once the worker has delivered its prompt."""
+
+    def __init__(self, model: ModelSpec, kv: KVResource, resources: Sequence[Resource]) -> None:
+        self._model, self._kv, self._resources = model, kv, tuple(resources)
+
+    def prepare(self, run: Run, prepared: Prepared) -> None:
+        """Complete ``run`` and tell every resource about it.
+
+        Raises:
+            InputError: the request overflows the context, or could never fit the pool; no resource has heard of it then.
+        """
+        options = run.request.options
+        run.record, run.prompt_ids = prepared.record, tuple(self._main_ids(prepared))
+        self._check_fits(len(run.prompt_ids), options)
+        run.schedule = self._model.schedule(prepared.record, options.max_tokens)
+        own_stops = () if options.ignore_eos else self._model.processor.stop_ids
+        run.stop_ids = frozenset((*options.stop_ids, *own_stops))
+        run.text = TextStream(self._model.processor.decode, options.stop)
+        self._ingest(run, prepared)
+        run.prepared = True
+
+    def _ingest(self, run: Run, prepared: Prepared) -> None:
+        try:
+            for resource in self._resources:
+                resource.ingest_request(run.rid, _config(prepared, resource, run.request.options))
+        except Exception:
+            for resource in self._resources:  # one of them refused: none may remember the request
+                resource.remove_request(run.rid)
+            raise
+
+    def _main_ids(self, prepared: Prepared) -> Sequence[int]:
+        streams = self._model.prefix_key_streams().get(self._kv.key, {})
+        tensor = streams["main"].tensor if "main" in streams else next(iter(prepared.record.tensors))
+        return prepared.record.tensors[tensor]
+
+    def _check_fits(self, prompt_tokens: int, options: RequestOptions) -> None:
+        total, context = prompt_tokens + options.max_tokens, self._model.max_seq_len
+        if total > context:
+            raise InputError(
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {options.max_tokens}: {total} together, and the "
+                f"context of {self._model.name} is {context}; shorten the prompt or ask for at most "
+                f"{max(context - prompt_tokens, 0)} tokens"
+            )
+        self._check_token_ids(options)
+        # the last sampled token is never written
+        pages = self._kv.pages_needed(prompt_tokens + max(options.max_tokens - 1, 0))
+        if pages > self._kv.usable_pages:
+            raise InputError(
+                f"the request needs up to {pages} pages ({prompt_tokens} prompt tokens, max_tokens {options.max_tokens}, "
+                f"page size {self._kv.page_size}) and the pool has {self._kv.usable_pages} usable ones; "
+                f"load with num_pages={pages + 1} or more"
+            )
+
+    def _check_token_ids(self, options: RequestOptions) -> None:
+        size = self._model.vocab_size
+        for name, ids in (("stop_ids", options.stop_ids), ("logit_bias", options.sampling.logit_bias)):
+            for token in ids:
+                if not 0 <= token < size:
+                    raise InputError(f"{name} names token {token}, and the vocabulary has ids 0..{size - 1}")
+
+
+def _config(prepared: Prepared, resource: Resource, options: RequestOptions) -> RequestConfig:
+    return RequestConfig(
+        prompts=prepared.configs.get(resource.key, {}),
+        prefix_cache=options.prefix_cache,
+        salt=options.salt,
+        sampling=options.sampling,
+        prompt_logprobs=options.sampling.prompt_logprobs,
+    )

@@ -1,0 +1,240 @@
+"""A request and its results: what a client may say, and what it gets back."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from kvlab.engine.sampler import SamplingParams
+from kvlab.errors import InputError
+from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """One generated token as it arrives. ``text`` is what became readable with it (often empty, sometimes several words)."""
+
+    token: int
+    text: str
+    index: int
+    logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Everything a client may ask for beside the prompt.
+
+    Args:
+        max_tokens: most tokens to generate; 0 = prefill only.
+        stop: strings that end the reply; they are not part of ``text``.
+        stop_ids: token ids that end it, beside the model's own.
+        ignore_eos: do not stop at the model's own stop ids.
+        prefix_cache: False = neither reuse pages nor offer them.
+        salt: requests share pages only with requests of the same salt.
+        deadline_s: end the request with DeadlineError this long after submission.
+        deadline_steps: the same, in engine steps; a held step counts.
+        name: how tables and figures call the request.
+        on_token: called with each StreamChunk.
+        fields: model-specific inputs, handed to the model's prompt processor.
+        sampling: how tokens are chosen.
+    """
+
+    max_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    prefix_cache: bool = True
+    salt: str = ""
+    deadline_s: float | None = None
+    deadline_steps: int | None = None
+    name: str = ""
+    on_token: Callable[[StreamChunk], None] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        _check_whole("max_tokens", self.max_tokens, 0)
+        if self.deadline_steps is not None:
+            _check_whole("deadline_steps", self.deadline_steps, 1)
+        if self.deadline_s is not None and not (_is_number(self.deadline_s) and self.deadline_s > 0):
+            raise InputError(f"deadline_s is {self.deadline_s!r}; give a number of seconds above 0, or None")
+        for name, kind in (("ignore_eos", bool), ("prefix_cache", bool), ("salt", str), ("name", str)):
+            if not isinstance(getattr(self, name), kind):
+                raise InputError(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
+        for text in self.stop:
+            _check_stop_string(text)
+        for token in self.stop_ids:
+            _check_whole("an entry of stop_ids", token, 0)
+        if self.on_token is not None and not callable(self.on_token):
+            raise InputError(f"on_token is {self.on_token!r}; give a function of one StreamChunk")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
+def _check_stop_string(text: Any) -> None:
+    if not isinstance(text, str) or not text:
+        raise InputError(f"a stop string is {text!r}; give a str of at least one character")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"stop string {text!r} is not valid UTF-8 ({error.reason} at {error.start}); remove lone surrogates"
+        ) from None
+
+
+_SAMPLING_NAMES = frozenset(f.name for f in fields(SamplingParams))
+_OPTION_NAMES = frozenset(f.name for f in fields(RequestOptions)) - {"sampling"}
+
+
+def read_options(options: Mapping[str, Any]) -> RequestOptions:
+    """Build RequestOptions from keywords; those of SamplingParams stand beside the rest.
+
+    Raises:
+        InputError: an unknown option (with the nearest known one) or an illegal value.
+
+    >>> read_options({"max_tokens": 3, "temperature": 0.5}).sampling.temperature
+    0.5
+    """
+    known = _SAMPLING_NAMES | _OPTION_NAMES
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(sorted(known))}"
+            raise InputError(f"unknown option {name}{hint}")
+    sampling = SamplingParams(**{k: v for k, v in options.items() if k in _SAMPLING_NAMES})
+    rest = {k: v for k, v in options.items() if k in _OPTION_NAMES}
+    for name in ("stop", "stop_ids"):
+        if name in rest:
+            rest[name] = _as_tuple(name, rest[name])
+    return RequestOptions(**rest, sampling=sampling)
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str | int):
+        return (value,)
+    try:
+        return tuple(value)
+    except TypeError:
+        raise InputError(f"{name} is {value!r}; give one value or a list of them") from None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked: ``engine.generate(request.prompt, ...)`` asks it again."""
+
+    rid: RequestId
+    prompt: Prompt
+    options: RequestOptions
+
+
+class MissTable(Sequence[Miss]):
+    """Why prompt tokens were computed: one row a token range, with cause and evidence."""
+
+    def __init__(self, rows: Sequence[Miss] = ()) -> None:
+        self._rows = tuple(rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Miss]:
+        return iter(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MissTable) and self._rows == other._rows
+
+    def __hash__(self) -> int:
+        return hash(self._rows)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{m.label}[{m.start}:{m.stop}] {m.cause}" for m in self._rows[:4])
+        more = f", and {len(self._rows) - 4} more" if len(self._rows) > 4 else ""
+        return f"MissTable({shown}{more})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(m.label)}</td><td>{m.start}-{m.stop}</td><td>{m.cause}</td>"
+            f"<td>{html.escape(m.evidence)}</td></tr>"
+            for m in self._rows[:100]
+        )
+        more = f"<tr><td colspan=4>and {len(self._rows) - 100} more</td></tr>" if len(self._rows) > 100 else ""
+        head = "<tr><th>label</th><th>prompt tokens</th><th>cause</th><th>evidence</th></tr>"
+        return f"<table>{head}{rows}{more}</table>"
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """One dict a row."""
+        return [
+            {"label": m.label, "start": m.start, "stop": m.stop, "cause": m.cause, "evidence": m.evidence} for m in self._rows
+        ]
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What came of one request.
+
+    ``ids`` are the sampled ids, the stop id included; ``text`` is the reply without it. ``prompt_tokens`` and ``cached_tokens``
+    count KV slots of main's prompt; ``cached_by_label`` has every label. ``ttft_ms`` runs from submission to the first token;
+    ``tokens_per_s`` is the rate after it (None for fewer than two tokens). ``finish_reason``: stop | length | cancelled |
+    deadline | error; ``error`` is set for the last two.
+    """
+
+    rid: RequestId
+    name: str
+    text: str
+    ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    cached_by_label: Mapping[str, int]
+    pages_matched: int
+    page_size: int
+    finish_reason: str
+    ttft_ms: float | None
+    total_ms: float
+    tokens_per_s: float | None
+    misses: MissTable
+    model: str
+    request: Request
+    fork: HistoryFork | None = None
+    logprobs: tuple[Mapping[str, Any], ...] = ()
+    prompt_logprobs: tuple[float | None, ...] = ()
+    held_steps: int = 0
+    error: Exception | None = None
+    stop_ids: frozenset[int] = frozenset()
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 40 else self.text[:37] + "..."
+        return (
+            f"GenerationResult({self.name or self.rid}: {text!r}, {len(self.ids)} tokens, {self.finish_reason}, "
+            f"cached {self.cached_tokens} of {self.prompt_tokens})"
+        )
+
+    def follow_up(self, text: str) -> Chat | Continued:
+        """Return the next turn's prompt: everything so far exactly as it was computed, then ``text``.
+
+        The ids of the reply are kept, never tokenised again, so the next turn extends this one token for token.
+        """
+        kept = (*self.prompt_ids, *self._reply_ids())
+        prompt = self.request.prompt
+        if isinstance(prompt, Chat):
+            messages = (*prompt.messages, ("assistant", self.text), ("user", text))
+            return Chat(messages, kept, len(prompt.messages) + 1)
+        return Continued(kept, text)
+
+    def _reply_ids(self) -> tuple[int, ...]:
+        # the id that ended the reply belongs to the template that follows it
+        ended_by_id = self.finish_reason == "stop" and self.ids and self.ids[-1] in self.stop_ids
+        return self.ids[:-1] if ended_by_id else self.ids

@@ -1,0 +1,134 @@
+"""One request in flight: where it is in its schedule and what it has so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvlab.engine.preprocess import Prepared
+from kvlab.engine.request import GenerationResult, MissTable, Request, StreamChunk
+from kvlab.engine.sampler import Sampled
+from kvlab.engine.text import TextStream
+from kvlab.spec import Match, Miss, PromptRecord, RequestId, WalkInputs
+
+
+@dataclass(eq=False)
+class Run:
+    """Mutable state of one request from submission to its result; the engine alone changes it.
+
+    ``prepared`` turns true once the worker has delivered the prompt. ``rest`` holds what later chunks of the current walk run;
+    None means the walk starts over from untrimmed inputs.
+    """
+
+    request: Request
+    future: Future[Prepared]
+    submitted_s: float
+    submitted_step: int
+    prepared: bool = False
+    record: PromptRecord = field(default_factory=lambda: PromptRecord({}))
+    schedule: tuple[str, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    text: TextStream = field(default_factory=lambda: TextStream(lambda ids: ""))
+    walk_index: int = 0
+    rest: WalkInputs | None = None
+    generated: list[int] = field(default_factory=list)
+    chunks: list[StreamChunk] = field(default_factory=list)
+    logprobs: list[Mapping[str, Any]] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    cached: dict[str, int] = field(default_factory=dict)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    held_steps: int = 0
+    cancel_requested: bool = False
+    result: GenerationResult | None = None
+
+    @property
+    def rid(self) -> RequestId:
+        return self.request.rid
+
+    @property
+    def walk(self) -> str:
+        """Name of the walk that runs next."""
+        return self.schedule[self.walk_index]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.options.sampling.prompt_logprobs
+
+    @property
+    def has_deadline(self) -> bool:
+        return self.request.options.deadline_s is not None or self.request.options.deadline_steps is not None
+
+    def past_deadline(self, now_s: float, step: int) -> bool:
+        """True once either deadline has passed."""
+        options = self.request.options
+        too_late = options.deadline_s is not None and now_s - self.submitted_s >= options.deadline_s
+        too_long = options.deadline_steps is not None and step - self.submitted_step > options.deadline_steps
+        return too_late or too_long
+
+    def note_match(self, matches: Mapping[str, Match]) -> None:
+        """Remember how much of the current walk was served from pages."""
+        for label, match in matches.items():
+            self.cached[label] = match.slots
+
+    def take(self, sampled: Sampled, now_s: float) -> tuple[StreamChunk, str | None]:
+        """Append a sampled token; returns the chunk to stream and why generation is over with it (None: it goes on)."""
+        self.generated.append(sampled.token)
+        self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
+        self.last_token_s = now_s
+        if sampled.logprob is not None:
+            self.logprobs.append({"token": sampled.token, "logprob": sampled.logprob, "top": dict(sampled.top)})
+        ends = sampled.token in self.stop_ids
+        text = "" if ends else self.text.push(sampled.token)
+        reason = self._reason(ends)
+        if reason is not None:
+            text += self.text.finish()
+        chunk = StreamChunk(sampled.token, text, len(self.generated) - 1, sampled.logprob)
+        self.chunks.append(chunk)
+        return chunk, reason
+
+    def _reason(self, ended_by_id: bool) -> str | None:
+        if ended_by_id or self.text.stopped:
+            return "stop"
+        return "length" if len(self.generated) >= self.request.options.max_tokens else None
+
+    def to_result(
+        self, reason: str, *, now_s: float, page_size: int, model: str, misses: Sequence[Miss], error: Exception | None
+    ) -> GenerationResult:
+        """Freeze what the client gets."""
+        self.text.finish()
+        cached = self.cached.get("main", 0)
+        return GenerationResult(
+            rid=self.rid,
+            name=self.request.options.name,
+            text=self.text.text,
+            ids=tuple(self.generated),
+            prompt_ids=self.prompt_ids,
+            prompt_tokens=len(self.prompt_ids),
+            cached_tokens=cached,
+            cached_by_label=dict(self.cached),
+            pages_matched=cached // page_size,
+            page_size=page_size,
+            finish_reason=reason,
+            ttft_ms=None if self.first_token_s is None else (self.first_token_s - self.submitted_s) * 1e3,
+            total_ms=(now_s - self.submitted_s) * 1e3,
+            tokens_per_s=self._rate(),
+            misses=MissTable(misses),
+            model=model,
+            request=self.request,
+            fork=self.record.fork,
+            logprobs=tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+            held_steps=self.held_steps,
+            error=error,
+            stop_ids=self.stop_ids,
+        )
+
+    def _rate(self) -> float | None:
+        if self.first_token_s is None or self.last_token_s is None or len(self.generated) < 2:
+            return None
+        seconds = self.last_token_s - self.first_token_s
+        return (len(self.generated) - 1) / seconds if seconds > 0 else None
