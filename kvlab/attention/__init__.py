@@ -1,0 +1,1 @@
+"""The tensors behind the page numbers, and the backends that attend over them."""
