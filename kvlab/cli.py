@@ -166,12 +166,12 @@ def _print_rows(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("row", "ours", "reference", "ratio", "target", "ok")
+    table = Table("row", "unit", "ours", "reference", "ratio", "target", "ok")
     for row in result["rows"]:
         numbers = (_number(row[column]) for column in ("ours", "reference", "ratio", "target"))
-        table.add_row(row["name"], *numbers, "yes" if row["ok"] else "no")
+        table.add_row(row["name"], row["unit"], *numbers, "yes" if row["ok"] else "no")
     Console().print(table)
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.4g}"
+    return "-" if value is None else f"{value:,}"

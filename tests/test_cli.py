@@ -95,8 +95,8 @@ def test_demo_passes_on_what_was_given_and_nothing_else(
 
 ROWS = {
     "rows": [
-        {"name": "fast", "ours": 1.25, "reference": 2.5, "ratio": 0.5, "target": 0.9, "ok": True},
-        {"name": "slow", "ours": 0.2, "reference": None, "ratio": None, "target": 0.15, "ok": False},
+        {"name": "fast", "unit": "s", "ours": 1250, "reference": 2.5, "ratio": 0.5, "target": 0.9, "ok": True},
+        {"name": "slow", "unit": "us", "ours": 0.2, "reference": None, "ratio": None, "target": 0.15, "ok": False},
     ],
     "machine": {"cores": 2},
 }
@@ -112,8 +112,8 @@ def test_bench_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     answer(monkeypatch, "kvlab.bench.index:run", lambda: ROWS)
     assert cli.main(["bench", "index"]) == 0
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
-    assert ["fast", "1.25", "2.5", "0.5", "0.9", "yes"] in rows
-    assert ["slow", "0.2", "-", "-", "0.15", "no"] in rows
+    assert ["fast", "s", "1,250", "2.5", "0.5", "0.9", "yes"] in rows
+    assert ["slow", "us", "0.2", "-", "-", "0.15", "no"] in rows
 
 
 def test_notebooks_are_listed_and_copied(
