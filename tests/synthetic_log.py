@@ -84,7 +84,9 @@ class Run:
 
     def _miss(self, rid: int | str, keys: Sequence[str], hit: int, prompt: int) -> None:
         if hit < len(keys):
-            self.record(ev.TokensMissed(rid, "main", hit * PAGE_SIZE, len(keys) * PAGE_SIZE, "never_seen", "no page has this key"))
+            self.record(
+                ev.TokensMissed(rid, "main", hit * PAGE_SIZE, len(keys) * PAGE_SIZE, "never_seen", "no page has this key")
+            )
         if prompt > len(keys) * PAGE_SIZE:
             self.record(ev.TokensMissed(rid, "main", len(keys) * PAGE_SIZE, prompt, "last_page_cap", "a page is reused whole"))
 

@@ -47,7 +47,11 @@ def one_of_each() -> list[ev.Event]:
     def value(name: str) -> object:
         if name in samples:
             return samples[name]
-        return 2 if name in numbers or name.startswith(("num_", "page_size", "bytes_")) or name.endswith(("_tokens", "_pages")) else "é"
+        return (
+            2
+            if name in numbers or name.startswith(("num_", "page_size", "bytes_")) or name.endswith(("_tokens", "_pages"))
+            else "é"
+        )
 
     made = []
     for cls in EVENT_TYPES.values():
@@ -63,7 +67,11 @@ def test_an_event_does_not_change_when_its_makers_list_does() -> None:
 
 
 def test_equal_events_are_equal_and_hashable_whatever_sequence_they_were_made_of() -> None:
-    made = {ev.StepRan("w", [(1, "main", 5)], 1.0), ev.StepRan("w", (("1", "main", 5),), 1.0), ev.StepRan("w", [[1, "main", 5]], 1.0)}
+    made = {
+        ev.StepRan("w", [(1, "main", 5)], 1.0),
+        ev.StepRan("w", (("1", "main", 5),), 1.0),
+        ev.StepRan("w", [[1, "main", 5]], 1.0),
+    }
     assert len(made) == 2
 
 
@@ -207,7 +215,9 @@ def test_another_schema_is_refused_with_both_numbers(tmp_path: Path) -> None:
         Recorder.from_jsonl(path)
 
 
-@pytest.mark.parametrize("change", [lambda lines: lines[1:], lambda lines: [], with_line(1, '{"kvlab_events": 1, "folded": 3}')])
+@pytest.mark.parametrize(
+    "change", [lambda lines: lines[1:], lambda lines: [], with_line(1, '{"kvlab_events": 1, "folded": 3}')]
+)
 def test_a_file_without_a_sound_head_is_refused(tmp_path: Path, change) -> None:
     with pytest.raises(InputError, match=r"log\.jsonl"):
         Recorder.from_jsonl(write_log(tmp_path, change))

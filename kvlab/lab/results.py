@@ -14,6 +14,7 @@ MissRow: TypeAlias = Miss  # prompt tokens [start, stop) of a label, the cause t
 
 MAX_ROWS_SHOWN = 100
 MAX_TEXT_SHOWN = 200
+MAX_TITLE_SHOWN = 1000
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Table:
         hidden = len(self.rows) - MAX_ROWS_SHOWN
         if hidden > 0:
             body += f'<tr><td colspan="{len(self.columns)}">and {hidden} more rows</td></tr>'
-        caption = f"<caption>{_escape(self.title)}</caption>" if self.title else ""
+        caption = f"<caption>{html.escape(_short(self.title, MAX_TITLE_SHOWN))}</caption>" if self.title else ""
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def to_dicts(self) -> list[dict[str, Any]]:

@@ -1,8 +1,13 @@
-"""Figures from events and results: every ``*_panel`` needs no library, the others return plotly figures."""
+"""Figures from events and results: every ``*_panel`` needs no library, the others return plotly figures.
+
+A panel turns into an SVG by ``as_svg``, a plotly figure by ``as_figure``, and a sentence by ``.sentence``; its ``.table`` has
+the same numbers.
+"""
 
 from __future__ import annotations
 
 from kvlab.viz.display import as_figure, mimebundle
+from kvlab.viz.explore import explore
 from kvlab.viz.hits import (
     hit_ladder,
     hit_ladder_panel,
@@ -19,5 +24,34 @@ from kvlab.viz.hits import (
     ttft_vs_cached,
 )
 from kvlab.viz.pages import page_map, page_map_panel, page_table, page_timeline, page_timeline_panel
+from kvlab.viz.player import step_player
 from kvlab.viz.static import as_svg
 from kvlab.viz.tree import prefix_tree, prefix_tree_panel
+
+__all__ = [
+    "page_map",
+    "page_timeline",
+    "prefix_tree",
+    "hit_ladder",
+    "ttft_vs_cached",
+    "page_size_study",
+    "misses",
+    "page_map_panel",
+    "page_timeline_panel",
+    "prefix_tree_panel",
+    "hit_ladder_panel",
+    "ttft_panel",
+    "page_size_panel",
+    "misses_panel",
+    "page_table",
+    "ladder_table",
+    "ttft_table",
+    "page_size_table",
+    "miss_table",
+    "request_table",
+    "as_figure",
+    "as_svg",
+    "mimebundle",
+    "explore",
+    "step_player",
+]

@@ -11,7 +11,7 @@ from kvlab.errors import missing_extra
 from kvlab.lab.results import RequestRow
 from kvlab.viz.marks import Axis, Line, Mark, Panel, Points, Rects, cut
 from kvlab.viz.static import SUBTITLE_WIDTH, TITLE_WIDTH, as_svg, wrap
-from kvlab.viz.theme import DARK_OUTLINE, INK, SOFT_INK, Style, ink_on, plotly_template
+from kvlab.viz.theme import DARK_OUTLINE, INK, SOFT_INK, Style, plotly_template
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 _SYMBOLS = {"circle": "circle", "square": "square", "diamond": "diamond", "triangle": "triangle-down"}
@@ -30,7 +30,7 @@ def _figure_class() -> type:
     except ImportError as error:
         raise missing_extra("plotly", "lab", "to draw figures") from error
 
-    class Figure(go.Figure):  # type: ignore[misc, name-defined]
+    class Figure(go.Figure):
         """A plotly figure that remembers the panel it was drawn from until someone changes the figure."""
 
         def __init__(self, data: dict[str, Any], panel: Panel) -> None:
@@ -192,7 +192,15 @@ def _bar_marker(styles: Sequence[Style]) -> dict[str, Any]:
 
 def _legend_trace(style: Style) -> dict[str, Any]:
     marker = _bar_marker([style])
-    return {"type": "bar", "x": [None], "y": [None], "name": style.name, "marker": marker, "showlegend": True, "hoverinfo": "skip"}
+    return {
+        "type": "bar",
+        "x": [None],
+        "y": [None],
+        "name": style.name,
+        "marker": marker,
+        "showlegend": True,
+        "hoverinfo": "skip",
+    }
 
 
 def _line_trace(mark: Line) -> dict[str, Any]:
@@ -223,7 +231,12 @@ def _points_trace(mark: Points) -> dict[str, Any]:
         "x": list(mark.xs),
         "y": list(mark.ys),
         "name": mark.label,
-        "marker": {"color": mark.colour, "symbol": _SYMBOLS[mark.symbol], "size": 10, "line": {"color": DARK_OUTLINE, "width": 1}},
+        "marker": {
+            "color": mark.colour,
+            "symbol": _SYMBOLS[mark.symbol],
+            "size": 10,
+            "line": {"color": DARK_OUTLINE, "width": 1},
+        },
         "hovertext": [html.escape(cut(n, 300), quote=False) for n in mark.notes],
         "hovertemplate": "%{hovertext}<extra></extra>" if mark.notes else "%{x}, %{y}<extra></extra>",
         "showlegend": False,

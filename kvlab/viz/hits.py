@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlab.errors import InputError
-from kvlab.lab.results import LadderRow, PageSizeRow, RequestRow, Table, TtftRow
+from kvlab.lab.results import LadderRow, MissRow, PageSizeRow, RequestRow, Table, TtftRow
 from kvlab.viz.display import as_figure
 from kvlab.viz.marks import Line, Panel, Points, Rect, Rects, count, cut, linear_axis, named_axis, page_axis
 from kvlab.viz.theme import COMPUTED, LAST_PAGE, LIVE, SERVED, SOFT_INK, cause_style
 
 MAX_BARS = 40
+MAX_RANGES = 24  # a request
 _HALF = 0.34  # half the thickness of a bar
 
 
@@ -99,7 +101,15 @@ def _nth(number: int) -> str:
 
 def ladder_table(rows: Sequence[LadderRow]) -> Table:
     """Return tokens, matched pages and the recomputed last page of each sending."""
-    columns = ("prompt tokens", "page size", "sending", "cached tokens", "pages matched", "computed tokens", "of these in the last page")
+    columns = (
+        "prompt tokens",
+        "page size",
+        "sending",
+        "cached tokens",
+        "pages matched",
+        "computed tokens",
+        "of these in the last page",
+    )
     body = [
         (r.prompt_tokens, r.page_size, r.send, r.cached_tokens, r.pages_matched, r.recomputed_tokens,
          r.recomputed_tokens if _is_last_page(r) else (r.prompt_tokens - 1) % r.page_size + 1)
@@ -116,7 +126,9 @@ def ttft_panel(rows: Sequence[TtftRow]) -> Panel:
     _need(rows, "TtftRow")
     ordered = sorted(rows, key=lambda row: row.cached_tokens)
     ideal = sorted({(row.cached_tokens, row.ideal_ms) for row in ordered})
-    notes = tuple(f"{r.cached_tokens} of {r.prompt_tokens} tokens cached: {r.ttft_ms:.0f} ms, ideal {r.ideal_ms:.0f} ms" for r in ordered)
+    notes = tuple(
+        f"{r.cached_tokens} of {r.prompt_tokens} tokens cached: {r.ttft_ms:.0f} ms, ideal {r.ideal_ms:.0f} ms" for r in ordered
+    )
     measured = Points(
         tuple(row.cached_tokens for row in ordered), tuple(row.ttft_ms for row in ordered), LIVE, "circle", "measured",
         tuple(f"{row.ttft_ms:.0f}" for row in ordered) if len(ordered) <= 12 else (), notes,
@@ -147,9 +159,16 @@ def _ttft_title(ordered: Sequence[TtftRow]) -> str:
 
 def ttft_table(rows: Sequence[TtftRow]) -> Table:
     """Return measured and ideal times side by side."""
-    columns = ("prompt tokens", "cached tokens", "tail tokens", "first token, ms", "ideal, ms", "measured / ideal")
+    columns = ("prompt tokens", "cached tokens", "tail tokens", "first token, ms", "ideal, ms", "ratio")
     body = [
-        (r.prompt_tokens, r.cached_tokens, r.tail_tokens, r.ttft_ms, r.ideal_ms, r.ttft_ms / r.ideal_ms if r.ideal_ms > 0 else None)
+        (
+            r.prompt_tokens,
+            r.cached_tokens,
+            r.tail_tokens,
+            r.ttft_ms,
+            r.ideal_ms,
+            r.ttft_ms / r.ideal_ms if r.ideal_ms > 0 else None,
+        )
         for r in rows
     ]
     return Table(columns, body, "Time to first token")
@@ -220,7 +239,9 @@ def misses_panel(rows: Sequence[RequestRow]) -> Panel:
     bars = tuple(rect for i, row in enumerate(shown) for rect in _prompt_bars(i, row))
     looks = sorted(dict.fromkeys(rect.style for rect in bars), key=lambda style: style != SERVED)
     parts = ["Bars are prompts from their first token; colours say where each token came from"]
+    hidden = sum(max(0, len(_merged(_first_label(row))) - MAX_RANGES) for row in shown)
     parts += [f"{len(rows) - len(shown)} requests not drawn"] if len(rows) > len(shown) else []
+    parts += [f"{count(hidden, 'range')} not drawn"] if hidden else []
     return Panel(
         title=_misses_title(rows),
         subtitle="; ".join(parts),
@@ -239,14 +260,25 @@ def _prompt_bars(index: int, row: RequestRow) -> list[Rect]:
     if row.cached_tokens:
         note = f"{row.name}: {row.cached_tokens} tokens from {count(row.pages_matched, 'page')}"
         bars.append(Rect(0, row.cached_tokens, low, high, SERVED, f"{row.cached_tokens} served", note))
-    for miss in _first_label(row):
+    for miss in _merged(_first_label(row))[:MAX_RANGES]:
         style = cause_style(miss.cause)
         note = f"{row.name}: tokens {miss.start} to {miss.stop} computed: {miss.cause}. {miss.evidence}"
         bars.append(Rect(miss.start, miss.stop, low, high, style, f"{miss.stop - miss.start} {style.name}", note))
     return bars
 
 
-def _first_label(row: RequestRow) -> list[Any]:
+def _merged(ranges: Sequence[MissRow]) -> list[MissRow]:
+    """Neighbouring ranges of one cause as one: their evidence stands in the table."""
+    merged: list[MissRow] = []
+    for miss in sorted(ranges, key=lambda m: m.start):
+        if merged and (merged[-1].stop, merged[-1].cause) == (miss.start, miss.cause):
+            merged[-1] = replace(merged[-1], stop=miss.stop)
+        else:
+            merged.append(miss)
+    return merged
+
+
+def _first_label(row: RequestRow) -> list[MissRow]:
     """Misses of the prompt's own stream: other labels have their own token numbers and stand in the table."""
     labels = [m.label for m in row.misses]
     own = "main" if "main" in labels or not labels else labels[0]
@@ -273,9 +305,27 @@ def miss_table(rows: Sequence[RequestRow]) -> Table:
 
 def request_table(rows: Sequence[RequestRow]) -> Table:
     """Return one row for each request of a run."""
-    columns = ("request", "prompt tokens", "cached tokens", "pages matched", "first token, ms", "tokens/s", "generated", "ended by")
+    columns = (
+        "request",
+        "prompt tokens",
+        "cached tokens",
+        "pages matched",
+        "first token, ms",
+        "tokens/s",
+        "generated",
+        "ended by",
+    )
     body = [
-        (r.name, r.prompt_tokens, r.cached_tokens, r.pages_matched, r.ttft_ms, r.tokens_per_s, r.generated_tokens, r.finish_reason)
+        (
+            r.name,
+            r.prompt_tokens,
+            r.cached_tokens,
+            r.pages_matched,
+            r.ttft_ms,
+            r.tokens_per_s,
+            r.generated_tokens,
+            r.finish_reason,
+        )
         for r in rows
     ]
     return Table(columns, body, "Requests")

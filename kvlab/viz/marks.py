@@ -137,7 +137,9 @@ def round_ticks(low: float, high: float, about: int = 6) -> Ticks:
     if step >= 1:
         return tuple((round(i * step), f"{round(i * step)}") for i in range(first, last + 1))
     digits = -math.floor(math.log10(step))
-    return tuple((round(i * step, digits), f"{i * step:.{digits}f}".rstrip("0").rstrip(".") or "0") for i in range(first, last + 1))
+    return tuple(
+        (round(i * step, digits), f"{i * step:.{digits}f}".rstrip("0").rstrip(".") or "0") for i in range(first, last + 1)
+    )
 
 
 def page_axis(title: str, values: Iterable[float], page_size: int, *, room: float = 0.04) -> Axis:

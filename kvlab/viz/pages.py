@@ -14,7 +14,7 @@ from kvlab.viz.moments import Events, Moment, moment, step_moments
 from kvlab.viz.theme import EVICTED, SINK, STATE_ORDER, STATES, Style
 
 MAX_CELLS = 1024  # one page a cell up to here; bigger pools draw several pages a cell
-MAX_BARS = 240
+MAX_BARS = 160
 EVICTED_PX = 2.5
 
 
@@ -76,7 +76,7 @@ def _look(now: Moment, page: int) -> tuple[Style, str, str]:
         return SINK, "sink", "page 0: the sink, where padding writes go; it belongs to no request"
     state = _state(now, page)
     style = replace(STATES[state], hatch="")
-    note = f"page {page}: {state}{_owner_note(now, page)}"
+    note = f"page {page}: {state}{_owner_note(now, page)}" if state != "free" else f"page {page}: free"
     if page in now.evicted:
         style, note = replace(style, outline=EVICTED, outline_px=EVICTED_PX), f"{note}; evicted in this step"
     return style, _cell_text(now, page), note
@@ -122,7 +122,8 @@ def _map_title(now: Moment) -> str:
     sharers = [o for o in owners if len(o) > 1]
     if sharers:
         requests = len({rid for o in sharers for rid in o})
-        return f"{len(sharers)} of {count(usable, 'page')} {'serves' if len(sharers) == 1 else 'serve'} {requests} requests at once"
+        verb = "is" if len(sharers) == 1 else "are"
+        return f"{len(sharers)} of {count(usable, 'page')} {verb} in use by several requests ({requests} in all)"
     running = len({rid for o in owners for rid in o})
     used = counts["live"] + counts["shared"]
     if used:
@@ -154,14 +155,17 @@ def owner_table(now: Moment) -> Table:
         state = now.pool.pages.get(page)
         if state is None or state.state == "free":
             continue
-        owners = ", ".join(now.called(rid) for rid in now.owners(page))
+        owners = " ".join(now.letters[rid] for rid in now.owners(page))
         facts = (state.state, owners or "–", "yes" if state.key is not None else "no")
         if runs and runs[-1][1] == page - 1 and runs[-1][2:] == facts:
             runs[-1] = (runs[-1][0], page, *facts)
         else:
             runs.append((page, page, *facts))
     rows = [(_span(first, last), last - first + 1, *facts) for first, last, *facts in runs]
-    return Table(("pages", "number", "state", "requests", "in the index"), rows, f"Page owners after step {now.step}")
+    listed = dict.fromkeys(rid for page in range(1, now.pool.num_pages) for rid in now.owners(page))
+    legend = "; ".join(now.called(rid) for rid in listed)
+    title = f"Page owners after step {now.step}" + (f". {legend}" if legend else "")
+    return Table(("pages", "number", "state", "requests", "in the index"), rows, title)
 
 
 def _span(first: int, last: int) -> str:
@@ -223,7 +227,8 @@ def _eviction_marks(evictions: list[tuple[int, int]], usable: int) -> tuple[Poin
 
 def _timeline_title(samples: list[tuple[int, dict[str, int], int]], usable: int) -> str:
     step, most = max(((s, c["live"] + c["shared"]) for s, c, _ in samples), key=lambda pair: pair[1])
-    return f"At most {most} of {count(usable, 'page')} were in use at once (step {step}); {samples[-1][1]['cached']} cached at the end"
+    cached = samples[-1][1]["cached"]
+    return f"At most {most} of {count(usable, 'page')} were in use at once (step {step}); {cached} cached at the end"
 
 
 def _timeline_subtitle(every: int, evictions: list[tuple[int, int]]) -> str:

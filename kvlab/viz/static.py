@@ -1,7 +1,7 @@
 """Panels as small SVGs that need no library and no script, with a title and a description for those who cannot see them.
 
-Colours stand in attributes, ink and paper also in classes (``kv-ink``, ``kv-soft``, ``kv-paper``, ``kv-grid``), so that a
-page with a dark theme can change those four and leave the rest.
+Colours stand in attributes; what depends on light and dark also has a class (``kv-ink``, ``kv-soft``, ``kv-paper``,
+``kv-grid``, ``kv-line``, ``kv-free``, ``kv-edge``), so that a page with a dark theme can change those and leave the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import textwrap
 from dataclasses import dataclass
 
 from kvlab.viz.marks import Axis, Label, Line, Mark, Panel, Points, Rect, Rects, cut
-from kvlab.viz.theme import DARK_OUTLINE, FONT, GRID, INK, PAPER, SOFT_INK, Style
+from kvlab.viz.theme import DARK_OUTLINE, FONT, GRID, INK, NO_FILL, PAPER, SOFT_INK, Style
 
 _DASHES = {"solid": "", "dash": ' stroke-dasharray="7 5"', "dot": ' stroke-dasharray="2 4"'}
 _HATCHES = {
@@ -111,7 +111,8 @@ def _legend(panel: Panel, y: float) -> tuple[str, int]:
             x, row = 16.0, row + 1
         place = y + 22 * row
         parts.append(_box(x, place - 10, 14, 14, style))
-        parts.append(f'<text x="{_n(x + 20)}" y="{_n(place + 1)}" font-size="12" class="kv-ink" fill="{INK}">{_escape(style.name)}</text>')
+        look = f'font-size="12" class="kv-ink" fill="{INK}"'
+        parts.append(f'<text x="{_n(x + 20)}" y="{_n(place + 1)}" {look}>{_escape(style.name)}</text>')
         x += width + 8
     return "".join(parts), row + 1 if panel.legend else 0
 
@@ -139,7 +140,9 @@ def _axes(frame: _Frame) -> str:
         parts.append(f'<text x="{_n(frame.left - 8)}" y="{_n(y + 4)}" text-anchor="end" {soft}>{shown}</text>')
     middle = f'text-anchor="middle" font-size="12" class="kv-soft" fill="{SOFT_INK}"'
     if panel.x.title:
-        parts.append(f'<text x="{_n(frame.left + frame.width / 2)}" y="{_n(bottom + 40)}" {middle}>{_escape(panel.x.title)}</text>')
+        parts.append(
+            f'<text x="{_n(frame.left + frame.width / 2)}" y="{_n(bottom + 40)}" {middle}>{_escape(panel.x.title)}</text>'
+        )
     if panel.y.title:
         y = frame.top + frame.height / 2
         parts.append(f'<text transform="translate(18 {_n(y)}) rotate(-90)" {middle}>{_escape(panel.y.title)}</text>')
@@ -172,7 +175,9 @@ def _rect_text(rect: Rect, x0: float, x1: float, y0: float, y1: float) -> str:
         return ""
     place = f'x="{_n((x0 + x1) / 2)}" y="{_n((y0 + y1) / 2 + size * 0.36)}" text-anchor="middle"'
     # on a hatch, letters stand on a rim of the fill
-    rim = f' stroke="{rect.style.fill}" stroke-width="4" stroke-linejoin="round" paint-order="stroke"' if rect.style.hatch else ""
+    rim = (
+        f' stroke="{rect.style.fill}" stroke-width="4" stroke-linejoin="round" paint-order="stroke"' if rect.style.hatch else ""
+    )
     return f'<text {place} font-size="{_n(size)}" fill="{rect.style.ink}"{rim}>{_escape(rect.text)}</text>'
 
 
@@ -181,7 +186,8 @@ def _box(x: float, y: float, width: float, height: float, style: Style) -> str:
     place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(width, 0.5))}" height="{_n(max(height, 0.5))}"{corner}'
     stroke = f' stroke="{style.outline}" stroke-width="{_n(style.outline_px)}"' if style.outline else ""
     hatch = f'<rect {place} fill="url(#{_hatch_id(style.hatch, style.ink)})"/>' if style.hatch else ""
-    return f'<rect {place} fill="{style.fill}"{stroke}/>{hatch}'
+    themed = {NO_FILL: ' class="kv-free"'}.get(style.fill, ' class="kv-edge"' if style.outline == DARK_OUTLINE else "")
+    return f'<rect {place} fill="{style.fill}"{stroke}{themed}/>{hatch}'
 
 
 def _line(frame: _Frame, mark: Line) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 LIVE, CACHED, SHARED, EVICTED, LAST = "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#E69F00"
 INK, SOFT_INK, GRID, PAPER = "#1f2430", "#5b6270", "#e3e6eb", "#ffffff"
-FREE_OUTLINE, DARK_OUTLINE, NO_FILL = "#c3c8d0", "#1f2430", "#f7f8fa"
+FREE_OUTLINE, DARK_OUTLINE, NO_FILL, PALE = "#c3c8d0", "#1f2430", "#f7f8fa", "#d7dbe2"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -65,15 +65,15 @@ CAUSES = {
     "evicted": Style("evicted", EVICTED, hatch="x"),
     "last_page_cap": LAST_PAGE,
     "other_root": Style("other root", "#999999", hatch="\\"),
-    "opted_out": Style("opted out", NO_FILL, DARK_OUTLINE, hatch="/"),
-    "no_keys": Style("no keys", NO_FILL, DARK_OUTLINE, hatch="."),
+    "opted_out": Style("opted out", PALE, DARK_OUTLINE, hatch="/"),
+    "no_keys": Style("no keys", PALE, DARK_OUTLINE, hatch="."),
     "gate_refused": Style("gate refused", EVICTED, hatch="-"),
 }
 
 
 def cause_style(cause: str) -> Style:
     """Return the look of a miss cause; rare causes share one grey and differ by their label."""
-    return CAUSES.get(cause, Style(cause.replace("_", " "), "#d7dbe2", DARK_OUTLINE))
+    return CAUSES.get(cause, Style(cause.replace("_", " "), PALE, DARK_OUTLINE))
 
 
 def plotly_template() -> dict[str, Any]:

@@ -170,10 +170,11 @@ def _title(now: Moment, tops: list[Run]) -> str:
         return "The prefix cache is empty"
     common = [run for run in runs if len(run.users) > 1]
     if not common:
-        return f"No two requests share any of the {count(pages, 'cached page')}" if pages > 1 else "One request filed the only cached page"
+        return f"No two requests used the same page of {count(pages, 'indexed page')}"
     reused = sum(len(run.pages) for run in common)
     requests = len({rid for run in common for rid in run.users})
-    return f"{reused} of {count(pages, 'indexed page')} {'was' if reused == 1 else 'were'} used by several requests ({requests} in all)"
+    verb = "was" if reused == 1 else "were"
+    return f"{reused} of {count(pages, 'indexed page')} {verb} used by several requests ({requests} in all)"
 
 
 def _subtitle(now: Moment, tops: list[Run], num_hidden: int) -> str:
