@@ -120,14 +120,18 @@ class PageArena:
         Raises:
             IntegrityError: a page is free, or not of this pool; then nothing changed.
         """
-        self.require_owned(pages, "retained")
+        self._require_pages(pages)
         num_owners = self.num_owners
         shared: list[int] = []
+        free: list[int] = []
         for page in pages:
             owners = num_owners[page]
             num_owners[page] = owners + 1
-            if owners == 1:
-                shared.append(page)
+            if owners < 2:
+                (shared if owners else free).append(page)
+        if free:
+            self._add_owners(pages, -1)
+            raise IntegrityError(f"pages {free[:8]} cannot be retained: they are free; acquire them first")
         self.owner_changes += 1
         if shared and self._listener is not None:
             self._listener.shared(shared)
@@ -149,7 +153,11 @@ class PageArena:
             if left < 2:
                 (unshared if left == 1 else freed if left == 0 else missing).append(page)
         if missing:
-            self._undo_release(pages, missing[0])
+            self._add_owners(pages, 1)
+            page, times = missing[0], list(pages).count(missing[0])
+            raise IntegrityError(
+                f"page {page} is released {times} times and has {self.num_owners[page]} owners; somebody let go of it twice"
+            )
         self._set_free(freed)
         self.owner_changes += 1  # after the pages are free: who sees the new number sees them
         if unshared and self._listener is not None:
@@ -160,13 +168,9 @@ class PageArena:
             self._sealed[page] = 0
         self._free.extend(pages)
 
-    def _undo_release(self, pages: Sequence[int], missing: int) -> None:
+    def _add_owners(self, pages: Sequence[int], count: int) -> None:
         for page in pages:
-            self.num_owners[page] += 1
-        raise IntegrityError(
-            f"page {missing} is released {list(pages).count(missing)} times but has {self.num_owners[missing]} owners; "
-            "somebody let go of it twice"
-        )
+            self.num_owners[page] += count
 
     def _require_pages(self, pages: Sequence[int]) -> None:
         if pages and (min(pages) < 0 or max(pages) >= self.num_pages):

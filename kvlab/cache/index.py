@@ -47,6 +47,8 @@ class IndexCounters:
 class PrefixIndex:
     """Maps (root, key) to a page of ``arena``. It uses the lock of whoever holds the arena's.
 
+    ``num_children`` and ``stamps``, by page, are there to read, never to write.
+
     Args:
         policy: a name, or an EvictionPolicy of one's own; None = least recently used leaves first.
     """
@@ -60,8 +62,9 @@ class PrefixIndex:
         self._maps: dict[bytes, dict[bytes, int]] = {}
         self._keys = [b""] * self.num_pages
         self._roots = [b""] * self.num_pages
-        self._stamps = [0] * self.num_pages
+        self.stamps = [0] * self.num_pages
         self._tree = PageTree(self.num_pages)
+        self.num_children = self._tree.num_children
         arena.attach(self._tree)
         self.policy.attach(self)
 
@@ -80,7 +83,7 @@ class PrefixIndex:
         pages = self.peek(root, keys)
         if pages:
             self.clock = stamp = self.clock + 1
-            stamps = self._stamps
+            stamps = self.stamps
             for page in pages:
                 stamps[page] = stamp
             self.counters.matched_pages += len(pages)
@@ -121,7 +124,7 @@ class PrefixIndex:
 
     def stamp_of(self, page: int) -> int:
         """Clock of the last insert or matching lookup of ``page``, 0 when it is not indexed."""
-        return self._stamps[page]
+        return self.stamps[page]
 
     def parent_of(self, page: int) -> int | None:
         """The page that ``page`` counts as a child of, None if there is none."""
@@ -162,6 +165,8 @@ class PrefixIndex:
             raise InputError(f"{len(keys)} keys for {len(pages)} pages; give one key a page")
         if parent is not None and parent not in self._tree:
             raise IntegrityError(f"parent page {parent} is not indexed; a page is filed behind an indexed page or behind none")
+        if SINK in pages:
+            raise IntegrityError("page 0 is the sink: what is written there belongs to nobody, so it has no key")
         self.arena.require_owned(pages, "indexed")
         found = self._maps.setdefault(root, {})
         winners: list[int] = []
@@ -184,7 +189,7 @@ class PrefixIndex:
     ) -> list[int]:
         """Enter pages, each as the child of the one before, up to the first that cannot; at least one."""
         self._refuse_indexed(pages[0], keys[0])
-        key_of, root_of, stamps = self._keys, self._roots, self._stamps
+        key_of, root_of, stamps = self._keys, self._roots, self.stamps
         self.clock = stamp = self.clock + 1
         entered: list[int] = []
         for key, page in zip(keys, pages, strict=True):
@@ -211,8 +216,6 @@ class PrefixIndex:
         self._tree.shared(shared_already)
 
     def _refuse_indexed(self, page: int, key: bytes) -> None:
-        if page == SINK:
-            raise IntegrityError("page 0 is the sink: what is written there belongs to nobody, so it has no key")
         if self._keys[page]:
             old, new = self._keys[page].hex()[:16], key.hex()[:16]
             raise IntegrityError(f"page {page} is indexed under key {old} and was offered under {new}; a page has one key")
@@ -237,47 +240,49 @@ class PrefixIndex:
             How many were freed: less than ``n`` when no more could be.
         """
         n = min(n, self.evictable_count())
-        victims: list[tuple[int, bytes, bytes]] = []
-        if n > 0:
-            with closing(self.policy.candidates()) as proposals:
-                self._take(n, proposals, victims)
+        victims: list[int] = []
+        try:
+            if n > 0:
+                self._choose(n, victims)
+        finally:
+            names = [(page, self._roots[page], self._keys[page]) for page in victims] if on_evicted is not None else []
+            self._drop(victims)
             self.counters.evictions += len(victims)
-            self.arena.release([page for page, _, _ in victims])
-        if len(victims) < n:
-            raise IntegrityError(f"{n} pages could go and policy {self.policy.name} proposed {len(victims)} of them; it lost some")
         if on_evicted is not None:
-            for victim in victims:
-                on_evicted(*victim)
+            for name in names:
+                on_evicted(*name)
         return len(victims)
 
-    def _take(self, n: int, proposals: Iterable[int], victims: list[tuple[int, bytes, bytes]]) -> None:
-        for page in proposals:
-            if not self._tree.is_leaf(page):
-                continue
-            if self._tree.is_pinned(page):
-                self.counters.skipped_live += 1
-                continue
-            victims.append(self._forget(page))
-            if len(victims) == n:
-                return
+    def _choose(self, n: int, victims: list[int]) -> None:
+        """Take ``n`` leaves that nobody else owns out of the tree, in the policy's order; fewer cannot be."""
+        num_children, num_owners, policy = self.num_children, self.arena.num_owners, self.policy
+        with closing(policy.candidates()) as proposals:
+            for page in proposals:
+                if num_children[page]:
+                    continue
+                if num_owners[page] > 1:
+                    self.counters.skipped_live += 1
+                    continue
+                parent = self._tree.remove_leaf(page)
+                victims.append(page)
+                policy.removed(page)
+                if parent and not num_children[parent]:
+                    policy.became_leaf(parent)
+                if len(victims) == n:
+                    return
+        raise IntegrityError(f"{n} pages could go and policy {policy.name} proposed {len(victims)}; it lost some")
 
-    def _forget(self, page: int) -> tuple[int, bytes, bytes]:
-        """Take a leaf out of everything; its parent may become a leaf."""
-        root, key = self._roots[page], self._keys[page]
-        found = self._maps[root]
-        del found[key]
-        if not found:
-            del self._maps[root]  # nothing outlives the pages
-        parent = self._tree.remove_leaf(page)
-        self.policy.removed(page)
-        self._erase(page)
-        if self._tree.is_leaf(parent):
-            self.policy.became_leaf(parent)
-        return page, root, key
-
-    def _erase(self, page: int) -> None:
-        self._keys[page] = self._roots[page] = b""
-        self._stamps[page] = 0
+    def _drop(self, pages: list[int]) -> None:
+        """Forget the keys of pages that left the tree, and let go of them. A root goes with its last page."""
+        maps, key_of, root_of, stamps = self._maps, self._keys, self._roots, self.stamps
+        for page in pages:
+            found = maps[root_of[page]]
+            del found[key_of[page]]
+            if not found:
+                del maps[root_of[page]]
+            key_of[page] = root_of[page] = b""
+            stamps[page] = 0
+        self.arena.release(pages)
 
     def clear(self) -> list[int]:
         """Drop every entry and let go of its page; pages that streams own stay theirs.
@@ -286,12 +291,9 @@ class PrefixIndex:
             The pages that were indexed.
         """
         dropped = list(self.pages())
-        self._maps.clear()
         self._tree.clear(dropped)
-        for page in dropped:
-            self._erase(page)
         self.policy.attach(self)
-        self.arena.release(dropped)
+        self._drop(dropped)
         return dropped
 
     # -- the invariant
@@ -307,7 +309,7 @@ class PrefixIndex:
             for key, page in found.items():
                 if self._keys[page] != key or self._roots[page] != root:
                     own = self._keys[page].hex()[:16] or "none"
-                    raise IntegrityError(f"key {key.hex()[:16]} maps to page {page}, which is filed under {own}; a page has one key")
+                    raise IntegrityError(f"key {key.hex()[:16]} maps to page {page}, which has key {own}; a page has one key")
         if (recorded := sum(map(bool, self._keys))) != len(pages):
             raise IntegrityError(f"{recorded} pages record a key and the maps name {len(pages)}; they must be the same pages")
         if not all(self._maps.values()):

@@ -22,7 +22,7 @@ KEY_FORMAT = "kvlab keys v1"
 
 _MIB = 1 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf")
-_CONFIG_FILES = ("config.json", "model.safetensors.index.json")
+_CONFIG_PATTERNS = ("config.json", "*.safetensors.index.json")
 
 
 def fingerprint(*fields: object) -> bytes:
@@ -109,9 +109,8 @@ def checkpoint_identity(path: str | Path, pinned_sha256: str | None = None) -> l
         raise LoadError(f"no checkpoint at {path}; give an existing folder or a GGUF file")
     parts: list[bytes | str] = []
     if path.is_dir():
-        for name in _CONFIG_FILES:
-            if (path / name).is_file():
-                parts += [name, fingerprint((path / name).read_bytes())]
+        for file in [f for pattern in _CONFIG_PATTERNS for f in sorted(path.glob(pattern))]:
+            parts += [file.name, fingerprint(file.read_bytes())]
     if pinned_sha256:
         return [*parts, "pinned", pinned_sha256.lower()]
     for file in _weight_files(path):

@@ -39,10 +39,6 @@ class PageTree:
         """True when ``page`` is here and has no children."""
         return not self.num_children[page] and page != SINK
 
-    def is_pinned(self, page: int) -> bool:
-        """True when evicting ``page``, or what keeps it from being a leaf, would take a page in use."""
-        return self._pins[page] > 0
-
     def position_of(self, page: int) -> int:
         """How many pages come before ``page`` in its chain."""
         steps = 0
@@ -78,22 +74,19 @@ class PageTree:
         """Take an unpinned leaf out and return its parent, the sink if it had none."""
         parent = self.parents[page]
         self.num_children[parent] -= 1
-        self._forget(page)
+        self.parents[page], self.num_children[page] = SINK, ABSENT
+        if self._head_positions:
+            self._head_positions.pop(page, None)
         self._size -= 1
         return parent
 
     def clear(self, pages: Iterable[int]) -> None:
         """Take out every page; ``pages`` are all of them."""
         for page in pages:
-            self._forget(page)
-            self._pins[page] = 0
+            self.parents[page], self.num_children[page], self._pins[page] = SINK, ABSENT, 0
         self.num_children[SINK], self._pins[SINK] = 0, 1
         self._size = self._num_pinned = 0
-
-    def _forget(self, page: int) -> None:
-        self.parents[page], self.num_children[page] = SINK, ABSENT
-        if self._head_positions:
-            self._head_positions.pop(page, None)
+        self._head_positions.clear()
 
     # -- owners
 

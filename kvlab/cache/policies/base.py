@@ -7,17 +7,15 @@ from typing import Protocol
 
 
 class IndexView(Protocol):
-    """What a policy may read of the index it orders."""
+    """What a policy may read, and never write, of the index it orders.
+
+    ``num_children``: by page, -1 when it is not indexed, 0 for a leaf. ``stamps``: by page, the clock of its last insert or
+    matching lookup. Both are live lists of ``num_pages``.
+    """
 
     num_pages: int
-
-    def is_leaf(self, page: int) -> bool:
-        """True when ``page`` is indexed and no indexed page counts as its child."""
-        ...
-
-    def stamp_of(self, page: int) -> int:
-        """Clock of the last insert or matching lookup of an indexed ``page``."""
-        ...
+    num_children: list[int]
+    stamps: list[int]
 
     def key_of(self, page: int) -> bytes | None:
         """Key of ``page``, None when it is not indexed. It outlives the page as the name of a ghost."""

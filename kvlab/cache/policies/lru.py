@@ -28,7 +28,7 @@ class LRU:
         return len(self._heap)
 
     def attach(self, index: IndexView) -> None:
-        self._index = index
+        self._num_children, self._stamps = index.num_children, index.stamps
         self._heap.clear()
 
     def inserted(self, pages: Sequence[int], stamp: int) -> None:
@@ -38,31 +38,30 @@ class LRU:
         pass
 
     def became_leaf(self, page: int) -> None:
-        heappush(self._heap, self._index.stamp_of(page) << _PAGE_BITS | page)
+        heappush(self._heap, self._stamps[page] << _PAGE_BITS | page)
 
     def removed(self, page: int) -> None:
         pass
 
     def candidates(self) -> Generator[int, None, None]:
-        heap, is_leaf, stamp_of = self._heap, self._index.is_leaf, self._index.stamp_of
-        passed_over = []
+        heap, num_children, stamps = self._heap, self._num_children, self._stamps
+        passed_over: list[int] = []
         try:
             while heap:
                 entry = heap[0]
                 page = entry & _PAGE_MASK
-                if not is_leaf(page):
+                if num_children[page]:
                     heappop(heap)
                     continue
-                current = stamp_of(page) << _PAGE_BITS | page
+                current = stamps[page] << _PAGE_BITS | page
                 if entry != current:
                     heapreplace(heap, current)
                     continue
-                heappop(heap)
-                passed_over.append(current)
+                passed_over.append(heappop(heap))
                 yield page
-                if not is_leaf(page):
+                if num_children[page]:
                     passed_over.pop()  # it was evicted
         finally:
             for entry in passed_over:
-                if is_leaf(entry & _PAGE_MASK):
+                if not num_children[entry & _PAGE_MASK]:
                     heappush(heap, entry)
