@@ -311,6 +311,7 @@ class KVResource(Resource):
             self._warn_unkeyed(request, node, walk, stream)
             self._ledger.note_unkeyed(request, stream, walk, num_tokens)
             return None
+        stream.lease_agreed = False  # each try is cut anew
         if stream.converted:
             return Match(stream.stored_len, stream.stored_len)  # a refused batch admit asks again: same answer
         if stream.lease is not None:
@@ -339,7 +340,6 @@ class KVResource(Resource):
         limit = min(chain.match_limit(num_tokens), chain.match_limit(chain.first_span_slots))
         pages = index.lookup(stream.root, chain.keys)[:limit]
         self.counters.probes += 1
-        stream.lease_agreed = False
         if pages:
             self._pool.lease(stream, pages)
         held = len(pages) * self.page_size

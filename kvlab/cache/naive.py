@@ -263,6 +263,7 @@ class NaiveKV:
         stream = self._ensure(rid, label)
         if not self.is_open or stream.known is None:
             return None
+        stream.agreed = False
         if stream.converted:
             return stream.stored
         if stream.lease:
@@ -271,7 +272,6 @@ class NaiveKV:
             return None
         if self.declared and walk != self.declared[label].walk:
             return None
-        stream.agreed = False
         stream.lease = self._look_up(stream, stream.known)
         return len(stream.lease) * self.page_size
 
