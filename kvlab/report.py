@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvlab.events import ModelLoaded
-from kvlab.lab.results import RequestRow, Table, TtftRow
+from kvlab.lab.results import RequestRow, Table, TtftRow, printable
 from kvlab.viz.hits import miss_table, misses_panel, request_table, ttft_panel
 from kvlab.viz.marks import Panel, count, cut
 from kvlab.viz.moments import Events, moment, step_moments
@@ -189,5 +189,4 @@ def _table(table: Table) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape, without what is no character."""
-    return html.escape("".join(c for c in text if (c >= " " or c in "\n\t") and not "\ud800" <= c <= "\udfff"))
+    return html.escape(printable(text))

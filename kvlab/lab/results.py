@@ -13,6 +13,7 @@ from kvlab.spec import Miss
 MissRow: TypeAlias = Miss  # prompt tokens [start, stop) of a label, the cause they were computed, the evidence
 
 MAX_ROWS_SHOWN = 100
+MAX_COLUMNS_SHOWN = 24
 MAX_TEXT_SHOWN = 200
 MAX_TITLE_SHOWN = 1000
 
@@ -135,11 +136,14 @@ class Table:
         return f"Table({head}{rows} of {_short(', '.join(self.columns), 100)})"
 
     def _repr_html_(self) -> str:
-        head = "".join(f'<th scope="col">{_escape(c)}</th>' for c in self.columns)
-        body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in self.rows[:MAX_ROWS_SHOWN])
-        hidden = len(self.rows) - MAX_ROWS_SHOWN
-        if hidden > 0:
-            body += f'<tr><td colspan="{len(self.columns)}">and {hidden} more rows</td></tr>'
+        columns = slice(MAX_COLUMNS_SHOWN)
+        head = "".join(f'<th scope="col">{_escape(c)}</th>' for c in self.columns[columns])
+        body = "".join(f"<tr>{''.join(map(_cell, row[columns]))}</tr>" for row in self.rows[:MAX_ROWS_SHOWN])
+        for total, most, what in ((len(self.rows), MAX_ROWS_SHOWN, "rows"), (len(self.columns), MAX_COLUMNS_SHOWN, "columns")):
+            if total > most:
+                body += (
+                    f'<tr><td colspan="{min(len(self.columns), MAX_COLUMNS_SHOWN)}">and {total - most} more {what}</td></tr>'
+                )
         caption = f"<caption>{html.escape(_short(self.title, MAX_TITLE_SHOWN))}</caption>" if self.title else ""
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -179,8 +183,17 @@ def show_value(value: Any) -> str:
     return _short(str(value), MAX_TEXT_SHOWN)
 
 
+def printable(text: str) -> str:
+    """Return ``text`` without what no page can hold: control characters and lone surrogates.
+
+    >>> printable("a\\x00b\\udc80 c")
+    'ab c'
+    """
+    return "".join(c for c in text if (c >= " " or c in "\n\t") and not "\ud800" <= c <= "\udfff")
+
+
 def _short(text: str, most: int) -> str:
-    text = " ".join(text.split())
+    text = " ".join(printable(text[: 4 * most]).split())  # cut first: a reply may be megabytes
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlab.errors import missing_extra
-from kvlab.lab.results import RequestRow
+from kvlab.lab.results import RequestRow, printable
 from kvlab.viz.marks import Axis, Line, Mark, Panel, Points, Rects, cut
 from kvlab.viz.static import SUBTITLE_WIDTH, TITLE_WIDTH, as_svg, wrap
 from kvlab.viz.theme import DARK_OUTLINE, INK, SOFT_INK, Style, plotly_template
@@ -84,6 +84,11 @@ def bundle_of(drawing: Any) -> dict[str, Any]:
 # -- plotly JSON -------------------------------------------------------------------------------------------------------
 
 
+def _words(text: str) -> str:
+    """Plotly reads markup in every text: what is text shall stay text."""
+    return html.escape(printable(text), quote=False)
+
+
 def plotly_json(panel: Panel) -> dict[str, Any]:
     """Return the figure as plotly's JSON; needs no plotly."""
     traces: list[dict[str, Any]] = []
@@ -113,9 +118,9 @@ def _title_lines(panel: Panel) -> tuple[list[str], list[str]]:
 
 
 def _title_html(title: list[str], subtitle: list[str]) -> str:
-    head = "<br>".join(f"<b>{html.escape(line, quote=False)}</b>" for line in title)
+    head = "<br>".join(f"<b>{_words(line)}</b>" for line in title)
     size = f"<span style='font-size:12px;color:{SOFT_INK}'>"
-    return head + "".join(f"<br>{size}{html.escape(line, quote=False)}</span>" for line in subtitle)
+    return head + "".join(f"<br>{size}{_words(line)}</span>" for line in subtitle)
 
 
 def _legend_rows(panel: Panel) -> int:
@@ -132,10 +137,10 @@ def _left_margin(panel: Panel) -> int:
 
 def _axis_json(axis: Axis) -> dict[str, Any]:
     return {
-        "title": {"text": html.escape(axis.title, quote=False)},
+        "title": {"text": _words(axis.title)},
         "range": [axis.high, axis.low] if axis.flipped else [axis.low, axis.high],
         "tickvals": [value for value, _ in axis.ticks],
-        "ticktext": [html.escape(text, quote=False) for _, text in axis.ticks],
+        "ticktext": [_words(text) for _, text in axis.ticks],
         "showgrid": axis.grid,
     }
 
@@ -161,12 +166,12 @@ def _rects_trace(mark: Rects) -> dict[str, Any]:
         "width": [r.x1 - r.x0 for r in rects],
         "base": [r.y0 for r in rects],
         "y": [r.y1 - r.y0 for r in rects],
-        "text": [r.text for r in rects],
+        "text": [_words(r.text) for r in rects],
         "textposition": "inside",
         "insidetextanchor": "middle",
         "textangle": 0,
         "textfont": {"color": [r.style.ink for r in rects], "size": 12, "shadow": [_rim(r.style) for r in rects]},
-        "hovertext": [html.escape(cut(r.note, 300), quote=False) for r in rects],
+        "hovertext": [_words(cut(r.note, 300)) for r in rects],
         "hovertemplate": "%{hovertext}<extra></extra>",
         "marker": _bar_marker([r.style for r in rects]),
         "showlegend": False,
@@ -196,7 +201,7 @@ def _legend_trace(style: Style) -> dict[str, Any]:
         "type": "bar",
         "x": [None],
         "y": [None],
-        "name": style.name,
+        "name": _words(style.name),
         "marker": marker,
         "showlegend": True,
         "hoverinfo": "skip",
@@ -205,7 +210,7 @@ def _legend_trace(style: Style) -> dict[str, Any]:
 
 def _line_trace(mark: Line) -> dict[str, Any]:
     return {
-        "type": "scatter", "mode": "lines", "x": list(mark.xs), "y": list(mark.ys), "name": mark.label,
+        "type": "scatter", "mode": "lines", "x": list(mark.xs), "y": list(mark.ys), "name": _words(mark.label),
         "line": {"color": mark.colour, "dash": mark.dash, "width": mark.width_px},
         "hoverinfo": "skip", "showlegend": False,
     }  # fmt: skip
@@ -219,7 +224,7 @@ def _line_label(mark: Line) -> list[dict[str, Any]]:
 
 def _annotation(x: float, y: float, text: str, anchor: str, colour: str = INK, lift: int = 0) -> dict[str, Any]:
     return {
-        "x": x, "y": y, "text": html.escape(text, quote=False), "xanchor": anchor, "yanchor": "middle", "showarrow": False,
+        "x": x, "y": y, "text": _words(text), "xanchor": anchor, "yanchor": "middle", "showarrow": False,
         "yshift": lift, "font": {"size": 12, "color": colour},
     }  # fmt: skip
 
@@ -230,18 +235,18 @@ def _points_trace(mark: Points) -> dict[str, Any]:
         "mode": "markers+text" if mark.texts else "markers",
         "x": list(mark.xs),
         "y": list(mark.ys),
-        "name": mark.label,
+        "name": _words(mark.label),
         "marker": {
             "color": mark.colour,
             "symbol": _SYMBOLS[mark.symbol],
             "size": 10,
             "line": {"color": DARK_OUTLINE, "width": 1},
         },
-        "hovertext": [html.escape(cut(n, 300), quote=False) for n in mark.notes],
+        "hovertext": [_words(cut(n, 300)) for n in mark.notes],
         "hovertemplate": "%{hovertext}<extra></extra>" if mark.notes else "%{x}, %{y}<extra></extra>",
         "showlegend": False,
         "cliponaxis": False,
     }
     if mark.texts:
-        trace |= {"text": list(mark.texts), "textposition": "top center"}
+        trace |= {"text": [_words(t) for t in mark.texts], "textposition": "top center"}
     return trace

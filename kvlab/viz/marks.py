@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvlab.lab.results import Table
+from kvlab.lab.results import Table, printable
 from kvlab.viz.theme import LIVE, Style
 
 Ticks = tuple[tuple[float, str], ...]
@@ -102,7 +102,7 @@ class Panel:
     @property
     def sentence(self) -> str:
         """The figure in words."""
-        return f"{self.title}. {self.subtitle}".strip() if self.subtitle else f"{self.title}."
+        return printable(f"{self.title}. {self.subtitle}" if self.subtitle else f"{self.title}.")
 
     def __repr__(self) -> str:
         title = self.title if len(self.title) <= 100 else self.title[:99] + "…"
@@ -160,7 +160,7 @@ def named_axis(title: str, names: Sequence[str], *, flipped: bool = False, grid:
 
 def cut(text: str, most: int) -> str:
     """Return ``text`` on one line, at most ``most`` characters long."""
-    text = " ".join(text.split())
+    text = " ".join(printable(text[: 4 * most]).split())
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

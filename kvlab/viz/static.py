@@ -11,6 +11,7 @@ import html
 import textwrap
 from dataclasses import dataclass
 
+from kvlab.lab.results import printable
 from kvlab.viz.marks import Axis, Label, Line, Mark, Panel, Points, Rect, Rects, cut
 from kvlab.viz.theme import DARK_OUTLINE, FONT, GRID, INK, NO_FILL, PAPER, SOFT_INK, Style
 
@@ -241,5 +242,4 @@ def _n(value: float) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape, and drop the control characters that XML does not allow."""
-    return html.escape("".join(c for c in text if c >= " " and not "\ud800" <= c <= "\udfff"))
+    return html.escape(printable(text))

@@ -28,13 +28,13 @@ class Style:
 
 
 def ink_on(fill: str) -> str:
-    """Return white or dark, whichever contrasts more with ``fill``.
+    """Return white or black, whichever contrasts more with ``fill``.
 
     >>> ink_on("#0072B2"), ink_on("#E69F00")
-    ('#ffffff', '#1f2430')
+    ('#ffffff', '#000000')
     """
     light = luminance(fill)
-    return PAPER if 1.05 / (light + 0.05) >= (light + 0.05) / (luminance(INK) + 0.05) else INK
+    return "#ffffff" if 1.05 / (light + 0.05) >= (light + 0.05) / 0.05 else "#000000"
 
 
 def luminance(colour: str) -> float:
