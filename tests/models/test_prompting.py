@@ -8,34 +8,12 @@ import sys
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
-from tokenizers.processors import TemplateProcessing
+from tiny_checkpoints import WITH_BEGIN, WITHOUT_BEGIN, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from kvlab.errors import InputError, LoadError
 from kvlab.models.prompting import TextProcessor, load_tokenizer
 from kvlab.spec import Chat, Continued, HistoryFork, chat
-
-BEGIN, END = "<s>", "</s>"
-WITH_BEGIN = (
-    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-WITHOUT_BEGIN = WITH_BEGIN.removeprefix("{{ bos_token }}")
-
-
-def make_tokenizer(template: str | None = WITH_BEGIN, *, adds_begin: bool = True) -> PreTrainedTokenizerFast:
-    """A character tokenizer with the merges an, zi, anzi, Han: "Hanzi" is tokenised to H + anzi, and Han + zi exist too."""
-    characters = [chr(c) for c in range(32, 127)]
-    vocab = {token: i for i, token in enumerate(["<unk>", BEGIN, END, *characters, "an", "zi", "anzi", "Han"])}
-    merges = [("a", "n"), ("z", "i"), ("an", "zi"), ("H", "an")]
-    core = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
-    core.decoder = decoders.Fuse()
-    if adds_begin:
-        core.post_processor = TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token=BEGIN, eos_token=END, unk_token="<unk>", chat_template=template
-    )
 
 
 @pytest.fixture
