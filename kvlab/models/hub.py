@@ -180,7 +180,8 @@ def _why(error: Exception, source: HubSource) -> str:
         return f"the hub wants its licence accepted for {source.repo} ({status}); {_by_hand(page)}"
     if isinstance(answered, errors.RepositoryNotFoundError) or status in (401, 404):
         return f"the hub shows no {source.repo} ({status}): misspelt, private or a wrong token; {_by_hand(page)}"
-    said = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()), get_token())[:300]
+    *_, root = _causes(error)
+    said = without_secrets(" ".join(f"{type(root).__name__}: {root}".split()), get_token())[:300]
     return f"the Hugging Face hub did not answer for {source.repo} ({said}); with a copy of the folder, load it by its path"
 
 

@@ -6,6 +6,7 @@ cache; fetched only after that, and never without a line saying so.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -138,7 +139,8 @@ def _local_places(name: str, source: Source | None) -> Iterator[Path]:
 
 def _listed(name: str, source: Source | None) -> str:
     """Name every place that ``locate`` looks at."""
-    places = [str(p) for p in _local_places(name, source)]
+    places = [] if os.environ.get("KVLAB_MODELS") else ["KVLAB_MODELS, which is not set"]
+    places += [str(p) for p in _local_places(name, source)]
     if isinstance(source, PackageSource):
         places.append(f"the installed package {source.package}")
     if isinstance(source, HubSource):
