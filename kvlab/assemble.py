@@ -143,7 +143,7 @@ def build_engine(
     from kvlab.events import Recorder
 
     _check_profile(profile)
-    kv_settings = {
+    settings: dict[str, Any] = {
         "num_pages": num_pages,
         "pool_bytes": pool_bytes,
         "page_size": page_size,
@@ -152,7 +152,7 @@ def build_engine(
         "prefix_cache": prefix_cache,
         "prefix_cache_salt": prefix_cache_salt,
     }
-    pool = kv_settings | _overrides(resources, kv_settings)
+    pool = settings | _overrides(resources, settings)
     admission, chunks = Admission(max_concurrent_requests), ChunkRule(max_step_tokens)
     layout = model.kv_layout(_whole("page_size", pool["page_size"], 1), pool["kv_dtype"])
     pages = _num_pages(pool["num_pages"], pool["pool_bytes"], layout, model.device)
@@ -183,24 +183,25 @@ def build_engine(
         seed=seed,
         profile=profile,
     )
-    report_sizing(
-        "kv",
-        usable_pages=kv.usable_pages,
-        page_size=kv.page_size,
-        max_seq_len=model.max_seq_len,
-        max_concurrent_requests=max_concurrent_requests,
-    )
+    if kv.index is not None:
+        report_sizing(
+            "kv",
+            usable_pages=kv.usable_pages,
+            page_size=kv.page_size,
+            max_seq_len=model.max_seq_len,
+            max_concurrent_requests=max_concurrent_requests,
+        )
     return engine
 
 
-def _overrides(resources: Mapping[str, Mapping[str, Any]] | None, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def _overrides(resources: Mapping[str, Mapping[str, Any]] | None, settings: dict[str, Any]) -> dict[str, Any]:
     for key, values in (resources or {}).items():
         if key != "kv":
             raise InputError(f"resources names {key!r}; the only resource with settings is 'kv'")
         for name in values:
             if name not in settings:
                 raise InputError(f"unknown setting {name!r} of resource 'kv'; known are {', '.join(settings)}")
-    return (resources or {}).get("kv", {})
+    return dict((resources or {}).get("kv", {}))
 
 
 def _num_pages(num_pages: int | None, pool_bytes: int | None, layout: KVLayout, device: str) -> int:

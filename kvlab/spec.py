@@ -364,6 +364,9 @@ class Resource:
     def enable_prefix_cache(self, base_root: bytes, walks: Mapping[str, PrefixStream]) -> None:
         """Open an empty index under ``base_root`` for the declared labels."""
 
+    def name_root(self, base_root: bytes, fields: Mapping[str, Any]) -> None:
+        """Learn the named values a base root is made of, so that a miss can name the one that differs."""
+
     def reset_prefix_cache(self, reason: str = "asked", base_root: bytes | None = None) -> bool:
         """Drop every index entry, and move to ``base_root`` if one is given. Returns True when nothing is indexed any more."""
         return True
@@ -377,9 +380,7 @@ class Resource:
     def reset_request(self, rid: RequestId, free: bool = False) -> None:
         """Rewind a request to its beginning."""
 
-    def resolve_cached_prefix(
-        self, rid: RequestId, node: str, walk: str, inputs: WalkInputs
-    ) -> Mapping[str, Match] | None:
+    def resolve_cached_prefix(self, rid: RequestId, node: str, walk: str, inputs: WalkInputs) -> Mapping[str, Match] | None:
         """Say, per label, how much of ``inputs`` need not run. None = no opinion, which is not zero."""
         return None
 
@@ -391,9 +392,7 @@ class Resource:
     def note_unprobed(self, rid: RequestId, node: str, walk: str, inputs: WalkInputs, cause: str) -> None:
         """Learn that a walk ran unprobed and why (a name of MISS_CAUSES)."""
 
-    def extend_prefix_chain(
-        self, rid: RequestId, node: str, walk: str, outputs: Mapping[str, Sequence[Sequence[int]]]
-    ) -> None:
+    def extend_prefix_chain(self, rid: RequestId, node: str, walk: str, outputs: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Learn the ids a step sampled, once they are on the host: tensor name -> one list of ids a row."""
 
     def admit_retrieve(self, rid: RequestId, node: str, walk: str, published: Mapping[str, Any]) -> Refusal | None:

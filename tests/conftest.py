@@ -68,3 +68,26 @@ def checked() -> Iterator[list[Checkable]]:
     yield things
     for thing in things:
         thing.check()
+
+
+@pytest.fixture
+def tracer(checked: list[Checkable]) -> Iterator[Any]:
+    """``tracer(**settings)`` makes an engine over the tracer model; it is checked and closed after the test."""
+    from kvlab.assemble import build_engine
+    from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
+
+    engines = []
+
+    def make(*, declares: bool = True, max_seq_len: int = 4096, **settings: Any) -> Any:
+        model = TracerModel(ToyProcessor(64), max_seq_len=max_seq_len)
+        if not declares:
+            model.prefix_key_streams = dict  # type: ignore[method-assign]
+        defaults = {"num_pages": 128, "attention": TracerAttention, "prefix_cache_salt": "test"}
+        engine = build_engine(model, **(defaults | settings))
+        checked.append(engine)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()

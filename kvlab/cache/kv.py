@@ -103,7 +103,7 @@ class KVResource(Resource):
         self._forks = Forks(self._pool, self._filing, store, self._stream_of)
         self._ledger = MissLedger(self._pool, self._filing, key)
         self._requests: dict[RequestId, KVRequest] = {}
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
         self._checks = os.environ.get("KVLAB_CHECK") == "1" if check_invariants is None else check_invariants
         self._warned_nodes: set[str] = set()
         self._lock = threading.RLock()
@@ -180,7 +180,7 @@ class KVResource(Resource):
 
     def enable_prefix_cache(self, base_root: bytes, walks: Mapping[str, PrefixStream]) -> None:
         with self._lock:
-            if not self._prefix_cache:
+            if not self.prefix_cache:
                 self._ledger.shut_because = "prefix_cache is off for this resource"
                 return
             if self.world_size > 1:
@@ -195,6 +195,10 @@ class KVResource(Resource):
                 self._pool.open_index()
             for request in self._requests.values():
                 self._seed(request)
+
+    def name_root(self, base_root: bytes, fields: Mapping[str, Any]) -> None:
+        if self._pool.miss_log is not None:
+            self._pool.miss_log.know_root(base_root, fields)
 
     def reset_prefix_cache(self, reason: str = "asked", base_root: bytes | None = None) -> bool:
         with self._lock:

@@ -113,6 +113,7 @@ def open_caches(model: ModelSpec, resources: Sequence[Resource]) -> dict[str, Ba
     for resource in resources:
         streams = declared.get(resource.key, {})
         if resource.key in roots:
+            resource.name_root(roots[resource.key].root, roots[resource.key].fields)
             resource.enable_prefix_cache(roots[resource.key].root, streams)
         if streams and resource.prefix_cache:
             _report_opening(model, resource, streams, is_named=resource.key in roots)
@@ -130,6 +131,7 @@ def moved_root(model: ModelSpec, resources: Sequence[Resource], weights_epoch: i
     roots = _roots(model, resources, weights_epoch)
     for resource in resources:
         if resource.key in roots:
+            resource.name_root(roots[resource.key].root, roots[resource.key].fields)
             resource.reset_prefix_cache("other_root: weights", roots[resource.key].root)
     return {key: root for key, root in roots.items() if key in model.prefix_key_streams()}
 

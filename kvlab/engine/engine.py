@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Number
 from typing import Any, overload
 
 from kvlab.attention.base import AttentionBackend
@@ -158,14 +159,14 @@ class Engine:
     def generate(self, prompt: Any, **options: Any) -> GenerationResult | list[GenerationResult]:
         """Run one prompt, or a list of prompts side by side, to the end.
 
-        A list of ints is one prompt of token ids. A single prompt that fails raises; in a list of prompts each result carries
+        A list of numbers is one prompt of token ids. A single prompt that fails raises; in a list of prompts each result carries
         its own ``error`` and the others are complete.
 
         Raises:
             InputError: as ``submit``; then none of the prompts has run.
             StallError: every request waits for pages and none can be freed; all of them ended.
         """
-        several = isinstance(prompt, list) and any(not isinstance(p, int) for p in prompt)
+        several = isinstance(prompt, list) and any(not isinstance(p, Number) for p in prompt)
         handles: list[RequestHandle] = []
         try:
             for one in prompt if several else [prompt]:
@@ -207,7 +208,8 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached page. Pages of running requests stay readable and are not offered again."""
-        return all([resource.reset_prefix_cache("asked") for resource in self._resources])
+        dropped = [resource.reset_prefix_cache("asked") for resource in self._resources]
+        return all(dropped)
 
     def check(self) -> None:
         """Verify every invariant.
@@ -233,7 +235,7 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        pool = f"{self.kv.num_pages} pages of {self.kv.page_size}"
+        pool = f"{self.kv.usable_pages} usable pages of {self.kv.page_size}"
         return f"Engine({self.model.name}, {pool}, {len(self._running)} running, {len(self._waiting)} waiting)"
 
     # -- from submission to start
@@ -339,7 +341,7 @@ class Engine:
             elif run.past_deadline(now_s, self._round):
                 message = (
                     f"request {run.rid} passed its deadline after {self._round - run.submitted_step} steps and "
-                    f"{now_s - run.submitted_s:.1f} s, with {len(run.generated)} tokens generated and {run.held_steps} steps held"
+                    f"{now_s - run.submitted_s:.1f} s: {len(run.generated)} tokens generated, {run.held_steps} steps held"
                 )
                 self._end(run, "deadline", DeadlineError(message))
 
@@ -349,8 +351,8 @@ class Engine:
             return
         live = self.kv.usable_pages - self.kv.arena.num_free
         error = StallError(
-            f"all {len(held)} running requests wait for pages and nothing can free one: {live} of {self.kv.usable_pages} usable "
-            f"pages are in use (page size {self.kv.page_size}), max_concurrent_requests is "
+            f"all {len(held)} running requests wait for pages and nothing can free one: {live} of {self.kv.usable_pages} "
+            f"usable pages are in use (page size {self.kv.page_size}), max_concurrent_requests is "
             f"{self.admission.max_concurrent_requests}; give the pool more pages (num_pages), or set max_concurrent_requests "
             "so that all of them fit at their final length"
         )
