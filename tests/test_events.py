@@ -265,3 +265,18 @@ def test_repr_is_one_bounded_line() -> None:
 def test_max_events_below_two_is_refused() -> None:
     with pytest.raises(InputError, match="max_events is 1"):
         Recorder(clock=Clock(), max_events=1)
+
+
+def test_a_real_engines_log_replays_to_the_owners_of_its_arena(tracer, tmp_path: Path) -> None:
+    engine = tracer(page_size=4, num_pages=24, max_concurrent_requests=2)
+    system = [1 + i % 50 for i in range(16)]
+    for number in range(6):
+        engine.submit([*system, *[(7 * number + j) % 60 + 1 for j in range(9 + number)]], max_tokens=9)
+    for _ in range(40):
+        engine.step()
+        pages = engine.events.replay().pages
+        owners = {p: len(pages[p].owners) + (pages[p].key is not None) if p in pages else 0 for p in range(1, 24)}
+        assert owners == {p: engine.kv.arena.owners(p) for p in range(1, 24)}
+    assert engine.events.filter(ev.PageEvicted)
+    engine.events.to_jsonl(tmp_path / "log.jsonl")
+    assert list(Recorder.from_jsonl(tmp_path / "log.jsonl")) == list(engine.events)
