@@ -97,7 +97,7 @@ def plotly_json(panel: Panel) -> dict[str, Any]:
         _add_mark(mark, traces, annotations)
     traces += [_legend_trace(style) for style in panel.legend]
     title_lines, subtitle_lines = _title_lines(panel)
-    top = 30 + 20 * len(title_lines) + 16 * len(subtitle_lines) + 22 * _legend_rows(panel)
+    top = 20 + 20 * len(title_lines) + 16 * len(subtitle_lines) + 22 * _legend_rows(panel)
     layout = {
         "template": plotly_template(),
         "title": {"text": _title_html(title_lines, subtitle_lines), "y": 1, "yref": "container", "yanchor": "top",
