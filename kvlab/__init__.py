@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvlab.engine.engine import Engine
     from kvlab.engine.request import GenerationResult
     from kvlab.errors import InputError, IntegrityError, KvlabError, StallError
-    from kvlab.events import Recorder
     from kvlab.models.registry import fetch
+    from kvlab.recorder import Recorder
     from kvlab.spec import Chat, chat
 
 __version__ = "0.1.0"
@@ -50,7 +50,7 @@ _LAZY = {
     "Engine": "kvlab.engine.engine:Engine",
     "GenerationResult": "kvlab.engine.request:GenerationResult",
     "Chat": "kvlab.spec:Chat",
-    "Recorder": "kvlab.events:Recorder",
+    "Recorder": "kvlab.recorder:Recorder",
     "KvlabError": "kvlab.errors:KvlabError",
     "InputError": "kvlab.errors:InputError",
     "IntegrityError": "kvlab.errors:IntegrityError",

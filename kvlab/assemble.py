@@ -140,7 +140,7 @@ def build_engine(
     from kvlab.engine.engine import Engine
     from kvlab.engine.positions import Positions
     from kvlab.engine.preprocess import PreprocessWorker
-    from kvlab.events import Recorder
+    from kvlab.recorder import Recorder
 
     _check_profile(profile)
     settings: dict[str, Any] = {

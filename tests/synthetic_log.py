@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvlab import events as ev
-from kvlab.events import Recorder
+from kvlab.recorder import Recorder
 
 PAGE_SIZE = 16
 ROOT = "5eed5eed5eed5eed"

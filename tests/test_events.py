@@ -9,7 +9,9 @@ import pytest
 
 from kvlab import events as ev
 from kvlab.errors import InputError, IntegrityError
-from kvlab.events import EVENT_TYPES, Entry, PoolState, Recorder
+from kvlab.events import EVENT_TYPES
+from kvlab.pool_state import PoolState
+from kvlab.recorder import Entry, Recorder
 from tests.synthetic_log import Clock, three_sharers, under_pressure
 
 

@@ -27,7 +27,6 @@ from kvlab.engine.stepper import Outcome, Stepper
 from kvlab.errors import DeadlineError, InputError, StallError
 from kvlab.events import (
     ModelLoaded,
-    Recorder,
     RequestFinished,
     RequestHeld,
     RequestStarted,
@@ -35,6 +34,7 @@ from kvlab.events import (
     TokenSampled,
     TokensMissed,
 )
+from kvlab.recorder import Recorder
 from kvlab.spec import AllocationFailed, ModelSpec, Prompt, Resource, Walk
 
 logger = logging.getLogger("kvlab.engine")
@@ -159,8 +159,8 @@ class Engine:
     def generate(self, prompt: Any, **options: Any) -> GenerationResult | list[GenerationResult]:
         """Run one prompt, or a list of prompts side by side, to the end.
 
-        A list of numbers is one prompt of token ids. A single prompt that fails raises; in a list of prompts each result carries
-        its own ``error`` and the others are complete.
+        A list of numbers is one prompt of token ids. A single prompt that fails raises; in a list of prompts each result
+        carries its own ``error`` and the others are complete.
 
         Raises:
             InputError: as ``submit``; then none of the prompts has run.

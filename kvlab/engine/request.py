@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 from kvlab.engine.sampler import SamplingParams
@@ -221,6 +222,11 @@ class GenerationResult:
             f"GenerationResult({self.name or self.rid}: {text!r}, {len(self.ids)} tokens, {self.finish_reason}, "
             f"cached {self.cached_tokens} of {self.prompt_tokens})"
         )
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        # views are above this layer: found at call time
+        bundle: dict[str, Any] = import_module("kvlab.viz.display").request_bundle(self)
+        return bundle
 
     def follow_up(self, text: str) -> Chat | Continued:
         """Return the next turn's prompt: everything so far exactly as it was computed, then ``text``.

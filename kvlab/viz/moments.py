@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvlab.errors import InputError
-from kvlab.events import Entry, LeaseConverted, PageEvicted, PageIndexed, PoolState, Recorder, RequestSubmitted, StepRan
+from kvlab.events import LeaseConverted, PageEvicted, PageIndexed, RequestSubmitted, StepRan
+from kvlab.pool_state import PoolState
+from kvlab.recorder import Entry, Recorder
 from kvlab.spec import RequestId
 
 Events: TypeAlias = Recorder | Sequence[Entry]

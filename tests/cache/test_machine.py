@@ -15,7 +15,8 @@ from kvlab.cache.kv import KVResource
 from kvlab.cache.misses import MissLog
 from kvlab.cache.naive import NaiveKV
 from kvlab.cache.roots import stream_root
-from kvlab.events import PoolState, Recorder
+from kvlab.pool_state import PoolState
+from kvlab.recorder import Recorder
 from kvlab.spec import MISS_CAUSES, KVLayout, Match, RequestConfig, WalkInputs
 
 PAGE = 4

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoints import write_folder
 
 import kvlab
 from kvlab.assemble import build_engine
@@ -18,7 +19,6 @@ from kvlab.errors import InputError
 from kvlab.events import ModelLoaded
 from kvlab.models import registry
 from kvlab.models.loading import load_text_model
-from tiny_checkpoints import write_folder
 
 LONG_SYSTEM = "You answer in rhymes. " * 5
 

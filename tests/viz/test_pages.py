@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvlab.errors import InputError
-from kvlab.events import PagesAcquired, PoolCreated, Recorder
+from kvlab.events import PagesAcquired, PoolCreated
+from kvlab.recorder import Recorder
 from kvlab.viz import page_map, page_map_panel, page_table, page_timeline_panel
 from kvlab.viz.marks import Panel, Rects
 from kvlab.viz.moments import moment, steps_of

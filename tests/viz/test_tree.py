@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvlab import events as ev
-from kvlab.events import Recorder
+from kvlab.recorder import Recorder
 from kvlab.viz import prefix_tree_panel
 from kvlab.viz.marks import Line, Rects
 from kvlab.viz.moments import moment

@@ -1,0 +1,195 @@
+"""The recorder keeps a run's events, writes and reads them, and rebuilds the pool as it was after any of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvlab.errors import InputError
+from kvlab.events import EVENT_TYPES, SCHEMA, Event
+from kvlab.pool_state import PoolState
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An event with its place in the run: running number, engine step, and milliseconds since the recorder began."""
+
+    seq: int
+    step: int
+    at_ms: float
+    event: Event
+
+
+class Recorder:
+    """Keeps events, in bounded memory; what falls out is folded into the state that ``replay`` starts from.
+
+    Args:
+        clock: seconds, monotone; ``at_ms`` counts from the first call.
+        max_events: most entries kept; None = all.
+        log_path: also write every event to this JSONL file.
+
+    >>> from kvlab.events import PagesAcquired, PoolCreated
+    >>> recorder = Recorder(clock=lambda: 0.0)
+    >>> recorder(PoolCreated("kv", num_pages=4, page_size=16, bytes_per_page=0))
+    >>> recorder(PagesAcquired(1, "main", [1, 2]))
+    >>> recorder.replay().counts()
+    {'live': 2, 'shared': 0, 'cached': 0, 'free': 1}
+    """
+
+    schema: ClassVar[int] = SCHEMA
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        max_events: int | None = 500_000,
+        log_path: str | Path | None = None,
+    ) -> None:
+        if max_events is not None and max_events < 2:
+            raise InputError(f"max_events is {max_events}; give 2 or more, or None to keep all events")
+        self.step = 0
+        self._clock, self._begin = clock, clock()
+        self._entries: list[Entry] = []
+        self._max_events = max_events
+        self._base = PoolState()
+        self._num_folded = 0
+        self._log = open(log_path, "w", encoding="utf-8", newline="\n") if log_path is not None else None  # noqa: SIM115
+        if self._log is not None:
+            self._log.write(json.dumps({"kvlab_events": SCHEMA}) + "\n")
+
+    def __call__(self, event: Event) -> None:
+        """Append ``event`` at the current step."""
+        at_ms = round((self._clock() - self._begin) * 1e3, 3)
+        entry = Entry(self._num_folded + len(self._entries), self.step, at_ms, event)
+        self._entries.append(entry)
+        if self._log is not None:
+            self._log.write(_to_line(entry))
+        if self._max_events is not None and len(self._entries) > self._max_events:
+            self._fold(self._max_events // 2)
+
+    def _fold(self, count: int) -> None:
+        for entry in self._entries[:count]:
+            self._base.apply(entry.event)
+        del self._entries[:count]
+        self._num_folded += count
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def __getitem__(self, index: int) -> Entry:
+        return self._entries[index]
+
+    def __repr__(self) -> str:
+        return f"Recorder({len(self._entries)} events, {self._num_folded} folded, step {self.step})"
+
+    @property
+    def num_folded(self) -> int:
+        """Events that fell out of memory; ``replay`` starts after them."""
+        return self._num_folded
+
+    def filter(self, *kinds: type[Event], rid: int | str | None = None) -> list[Entry]:
+        """Entries whose event is one of ``kinds`` (all if none are given) and concerns ``rid`` (any if None)."""
+        return [
+            entry
+            for entry in self._entries
+            if (not kinds or isinstance(entry.event, kinds)) and (rid is None or getattr(entry.event, "rid", None) == rid)
+        ]
+
+    def replay(self, until_seq: int | None = None) -> PoolState:
+        """Rebuild the pool as it was after event ``until_seq`` (None = the last one).
+
+        Raises:
+            InputError: the event is not in memory any more, or was never recorded.
+        """
+        end = self._num_folded + len(self._entries) if until_seq is None else until_seq + 1
+        if not self._num_folded <= end <= self._num_folded + len(self._entries):
+            last = self._num_folded + len(self._entries) - 1
+            raise InputError(f"event {until_seq} is not kept; events {self._num_folded}..{last} are")
+        state = self._base.copy()
+        for entry in self._entries[: end - self._num_folded]:
+            state.apply(entry.event)
+        return state
+
+    def states(self) -> Iterator[tuple[Entry, PoolState]]:
+        """Yield each entry with the pool after it; the state is one object that moves on."""
+        state = self._base.copy()
+        for entry in self._entries:
+            state.apply(entry.event)
+            yield entry, state
+
+    def to_jsonl(self, path: str | Path) -> None:
+        """Write the kept entries, one JSON object a line; the first line has the schema and what was folded away."""
+        head: dict[str, Any] = {"kvlab_events": SCHEMA}
+        if self._num_folded:
+            head |= {"folded": self._num_folded, "base": self._base.to_json()}
+        with open(path, "w", encoding="utf-8", newline="\n") as f:
+            f.write(json.dumps(head) + "\n")
+            f.writelines(_to_line(entry) for entry in self._entries)
+
+    @classmethod
+    def from_jsonl(cls, path: str | Path) -> Recorder:
+        """Read a log back; it replays as the one that was written.
+
+        Raises:
+            InputError: no such log, another schema, an unknown event, a broken or missing line; the message names the line.
+        """
+        recorder = cls(clock=lambda: 0.0, max_events=None)
+        try:
+            with open(path, "rb") as f:
+                lines = [(number, line) for number, line in enumerate(f, 1) if line.strip()]
+        except OSError as error:
+            raise InputError(f"{path}: the event log cannot be read ({error.strerror})") from error
+        if not lines:
+            raise InputError(f"{path}: an empty file; an event log begins with its schema number")
+        recorder._read_head(f"{path}, line {lines[0][0]}", lines[0][1])
+        for number, line in lines[1:]:
+            recorder._read_entry(f"{path}, line {number}", line)
+        return recorder
+
+    def _read_head(self, where: str, line: bytes) -> None:
+        try:
+            head = json.loads(line)
+            schema = head["kvlab_events"]
+            if schema == SCHEMA and "folded" in head:
+                self._num_folded, self._base = int(head["folded"]), PoolState.from_json(head["base"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{where}: not the head of an event log ({error})") from error
+        if schema != SCHEMA:
+            raise InputError(
+                f"{where}: events of schema {schema}; this kvlab reads schema {SCHEMA}; read it with the version that wrote it"
+            )
+
+    def _read_entry(self, where: str, line: bytes) -> None:
+        try:
+            data = json.loads(line)
+            seq, step, at_ms, kind = (data.pop(name) for name in ("seq", "step", "at_ms", "kind"))
+            entry = Entry(seq, step, at_ms, EVENT_TYPES[kind](**data))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise InputError(f"{where}: not an event of schema {SCHEMA} ({problem}); the log is damaged") from error
+        expected = self._num_folded + len(self._entries)
+        if seq != expected:
+            raise InputError(f"{where}: event {seq} where event {expected} belongs; lines are missing from the log")
+        self._entries.append(entry)
+
+    def flush(self) -> None:
+        """Push what was logged to the file."""
+        if self._log is not None:
+            self._log.flush()
+
+    def close(self) -> None:
+        """Finish the log file."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def _to_line(entry: Entry) -> str:
+    head = {"seq": entry.seq, "step": entry.step, "at_ms": entry.at_ms, "kind": entry.event.kind}
+    return json.dumps(head | vars(entry.event)) + "\n"
