@@ -22,7 +22,6 @@ class KVCounters:
     matched_tokens: int = 0
     committed_tokens: int = 0
     refused_admits: int = 0
-    resets: int = 0
     chains_ended: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:

@@ -28,6 +28,12 @@ class Filing:
         self.base_root: bytes | None = None
         self.declared: Mapping[str, PrefixStream] = {}
 
+    def move_root(self, base_root: bytes, resource: str) -> None:
+        """Hang streams that are seeded from now on from ``base_root``."""
+        self.base_root = base_root
+        if self._pool.record is not None:
+            self._pool.record(events.RootOpened(resource, base_root.hex()[:16], sorted(self.declared)))
+
     def is_keyed(self, label: str) -> bool:
         """True when streams under ``label`` may have a chain; without declarations (direct use) all may."""
         return not self.declared or label in self.declared

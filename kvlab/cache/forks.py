@@ -8,7 +8,7 @@ A target's pages are its own: its bytes are overwritten, so nobody else may read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvlab import events
@@ -16,8 +16,9 @@ from kvlab.cache.chain import FORK_TARGET
 from kvlab.cache.filing import Filing
 from kvlab.cache.pool import PagePool
 from kvlab.cache.stream import CacheStream
+from kvlab.cache.table import StreamTable
 from kvlab.errors import InputError, IntegrityError
-from kvlab.spec import AllocationFailed, Fork, PageStore, RequestId, Step, StepContext, StreamKey
+from kvlab.spec import AllocationFailed, Fork, PageStore, Step, StepContext, StreamKey
 
 
 class OpenFork(NamedTuple):
@@ -32,14 +33,11 @@ class Forks:
     """Reserves and carries out the forks of a step.
 
     Args:
-        stream_of: returns the stream of (request, label), making it if the request has none under that label.
         store: moves the bytes.
     """
 
-    def __init__(
-        self, pool: PagePool, filing: Filing, store: PageStore | None, stream_of: Callable[[RequestId, str], CacheStream]
-    ) -> None:
-        self._pool, self._filing, self._store, self._stream_of = pool, filing, store, stream_of
+    def __init__(self, pool: PagePool, filing: Filing, table: StreamTable, store: PageStore | None) -> None:
+        self._pool, self._filing, self._table, self._store = pool, filing, table, store
 
     def of_step(self, step: Step, ctx: StepContext) -> list[OpenFork]:
         """Forks of real rows, checked.
@@ -49,7 +47,8 @@ class Forks:
             IntegrityError: a target lists pages that others may read.
         """
         forks = [f for f in step.forks if f.rid in ctx.request_ids]
-        opened = [OpenFork(f, self._stream_of(f.rid, f.source), self._stream_of(f.rid, f.target)) for f in forks]
+        stream_of = self._table.stream_of
+        opened = [OpenFork(f, stream_of(f.rid, f.source), stream_of(f.rid, f.target)) for f in forks]
         for fork in opened:
             self._check(fork)
         return opened
@@ -66,7 +65,8 @@ class Forks:
             )
         if self._pool.arena.any_sealed(target.page_indices):
             raise IntegrityError(
-                f"fork target {target.key} lists pages that others may read: {target.page_indices}; fork onto a label of its own"
+                f"fork target {target.key} lists pages that others may read: {target.page_indices}; "
+                "fork onto a label of its own"
             )
 
     def reserve(self, opened: OpenFork, growth: Mapping[StreamKey, int], step_index: int) -> AllocationFailed | None:

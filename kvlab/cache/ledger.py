@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 
 from kvlab import events
 from kvlab.cache.chain import PrefixChain
@@ -12,25 +11,10 @@ from kvlab.cache.filing import Filing
 from kvlab.cache.misses import MissExplainer
 from kvlab.cache.pool import PagePool
 from kvlab.cache.stream import CacheStream
-from kvlab.spec import Miss, RequestConfig, RequestId
+from kvlab.cache.table import KVRequest
+from kvlab.spec import Miss
 
 log = logging.getLogger("kvlab.cache")
-
-
-@dataclass(slots=True)
-class KVRequest:
-    """A request as the KV resource knows it. ``notes``: label -> first slot -> causes of what one walk computed."""
-
-    rid: RequestId
-    config: RequestConfig
-    streams: dict[str, CacheStream] = field(default_factory=dict)
-    notes: dict[str, dict[int, tuple[Miss, ...]]] = field(default_factory=dict)
-    told: set[tuple[str, int]] = field(default_factory=set)
-
-    def brought_keys(self, label: str) -> bool:
-        """True when the worker keyed the prompt of ``label``."""
-        prompt = self.config.prompts.get(label)
-        return prompt is not None and bool(prompt.keys)
 
 
 class MissLedger:

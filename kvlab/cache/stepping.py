@@ -1,0 +1,150 @@
+"""A step of streams: what it reserves, the tables it runs on, and what its writes leave behind."""
+
+from __future__ import annotations
+
+from kvlab import events
+from kvlab.cache.arena import SINK
+from kvlab.cache.counters import KVCounters
+from kvlab.cache.filing import Filing
+from kvlab.cache.forks import Forks, OpenFork, length_before
+from kvlab.cache.ledger import MissLedger
+from kvlab.cache.pool import PagePool
+from kvlab.cache.stream import CacheStream
+from kvlab.cache.table import StreamTable
+from kvlab.errors import InputError, IntegrityError
+from kvlab.spec import AllocationFailed, Segment, Step, StepContext, StepRow, StreamKey
+
+Row = tuple[CacheStream, int]  # a stream and the tokens its step adds
+
+
+class Stepper:
+    """Admits, tables and commits steps. Callers hold the lock of the KV resource."""
+
+    def __init__(
+        self, pool: PagePool, filing: Filing, table: StreamTable, forks: Forks, ledger: MissLedger, counters: KVCounters
+    ) -> None:
+        self._pool, self._filing, self._table, self._forks = pool, filing, table, forks
+        self._ledger, self._counters = ledger, counters
+
+    # -- admit: reservation only
+
+    def admit(self, step: Step, ctx: StepContext) -> AllocationFailed | None:
+        """Turn leases into pages, reserve what the step writes, and mark its streams; or say who lacks pages.
+
+        Conversions and pages that were made stay with their streams, so that the next try makes none twice.
+        """
+        rows = self._rows(step, ctx)
+        forks = self._forks.of_step(step, ctx)
+        for stream, _ in rows:
+            self._convert(stream)
+        refusal = self._reserve(step, rows, forks)
+        if refusal is not None:
+            self._counters.refused_admits += 1
+            return refusal
+        for stream in (*(stream for stream, _ in rows), *(fork.target for fork in forks)):
+            stream.step_in_flight = True
+        for stream, _ in rows:
+            self._ledger.admitted(self._table.requests[stream.rid], stream, self._counters)
+        return None
+
+    def _rows(self, step: Step, ctx: StepContext) -> list[Row]:
+        """The real rows; the others are padding.
+
+        Raises:
+            InputError: a negative span, an unknown request, or one stream twice.
+            IntegrityError: a stream whose last step has neither committed nor been aborted.
+        """
+        rows = [(self._table.stream_of(s.rid, s.label), s.span) for s in step.segments if s.rid in ctx.request_ids]
+        if len({stream.key for stream, _ in rows}) < len(rows):
+            raise InputError(f"step {step.index} names a stream twice: {[stream.key for stream, _ in rows]}")
+        for stream, span in rows:
+            if span < 0:
+                raise InputError(f"step {step.index} extends stream {stream.key} by {span} tokens; give 0 or more")
+            if stream.step_in_flight:
+                raise IntegrityError(f"stream {stream.key} is in a step already; commit or abort that first")
+        return rows
+
+    def _convert(self, stream: CacheStream) -> None:
+        if not stream.is_fresh:
+            return
+        if stream.lease is None and stream.lease_agreed:
+            raise IntegrityError(f"the step of {stream.key} was cut to a lease that is gone since; probe again and cut anew")
+        if stream.lease is not None and not stream.lease_agreed:
+            self._pool.cut_lease(stream, 0, "not agreed")  # the step was not cut to it
+        if stream.lease is not None:
+            self._pool.convert_lease(stream)
+            if stream.chain is not None:
+                stream.chain.cursor = stream.hits
+
+    def _reserve(self, step: Step, rows: list[Row], forks: list[OpenFork]) -> AllocationFailed | None:
+        """Fork targets, then segments; each stream gets all it needs or nothing, and earlier ones keep what they got."""
+        growth: dict[StreamKey, int] = {stream.key: span for stream, span in rows}
+        for fork in forks:
+            if refusal := self._forks.reserve(fork, growth, step.index):
+                return refusal
+        starts = {f.target.key: length_before(f.source) for f in forks if f.fork.when == "pre"}
+        for stream, span in rows:
+            if span and (refusal := self._pool.grow(stream, starts.get(stream.key, stream.stored_len) + span, step.index)):
+                return refusal
+        return None
+
+    # -- plan
+
+    def tables(self, step: Step, ctx: StepContext) -> tuple[StepRow, ...]:
+        """Carry out the forks that come before the write, and list each row's pages."""
+        for fork in self._forks.of_step(step, ctx):
+            if fork.fork.when == "pre":
+                self._forks.copy(fork)
+        return tuple(self._row(segment, ctx) for segment in step.segments)
+
+    def _row(self, segment: Segment, ctx: StepContext) -> StepRow:
+        rid, label, span = segment.rid, segment.label, segment.span
+        if rid not in ctx.request_ids:  # padding writes to the sink
+            return StepRow(rid, label, [SINK] * self._pool.pages_for(span), span, span)
+        stream = self._table.stream_of(rid, label)
+        length = stream.stored_len + span
+        num_pages = self._pool.pages_for(length)
+        if len(stream.page_indices) < num_pages:
+            raise IntegrityError(
+                f"stream {stream.key} has {len(stream.page_indices)} pages for {length} slots; admit a step before planning it"
+            )
+        return StepRow(rid, label, stream.page_indices[:num_pages], length, span)  # the list may be longer than the length
+
+    # -- commit, abort
+
+    def commit(self, step: Step, ctx: StepContext) -> None:
+        """The writes happened: lengths grow, full pages are filed, and forks of what was written are carried out."""
+        landed = self._land(step, ctx)
+        if not step.commit:
+            return
+        for segment in step.segments:
+            stream = landed.get((segment.rid, segment.label))
+            if stream is not None and segment.span:
+                self._commit(stream, step.walk, segment.span, ctx)
+        for fork in step.forks:
+            target = landed.get((fork.rid, fork.target))
+            if target is not None and fork.when == "post":
+                self._forks.copy(OpenFork(fork, self._table.stream_of(fork.rid, fork.source), target))
+
+    def _land(self, step: Step, ctx: StepContext) -> dict[StreamKey, CacheStream]:
+        """Take the marks off; streams that were rewound or removed since are not in the step any more."""
+        named = (*((s.rid, s.label) for s in step.segments), *((f.rid, f.target) for f in step.forks))
+        streams = [self._table.in_flight(rid, label, ctx) for rid, label in named]
+        landed = {stream.key: stream for stream in streams if stream is not None}
+        for stream in landed.values():
+            stream.step_in_flight = False
+        return landed
+
+    def _commit(self, stream: CacheStream, walk: str, span: int, ctx: StepContext) -> None:
+        stream.stored_len += span
+        stream.converted = False
+        stream.generation += 1
+        self._counters.committed_tokens += span
+        if self._pool.record is not None:
+            self._pool.record(events.StreamCommitted(stream.rid, stream.label, walk, span, stream.stored_len))
+        if not ctx.capture:
+            self._filing.after_commit(stream, walk, span)
+
+    def abort(self, step: Step, ctx: StepContext) -> None:
+        """The writes did not happen: nothing is filed, and the streams may be admitted again."""
+        self._land(step, ctx)
