@@ -83,14 +83,14 @@ def require_ints(ids: Sequence[Any], start: int = 0) -> None:
             _require_id(position, value)
 
 
-def pack_ids(ids: Sequence[int]) -> bytes:
-    """Encode ids that are known to hold no bool.
+def pack_ids(ids: Sequence[int], start: int = 0) -> bytes:
+    """Encode ``ids[start:]``, which are known to hold no bool.
 
     Raises:
         InputError: an id is no int in [0, 2**32).
     """
     try:
-        packed = array("I", ids)
+        packed = array("I", ids[start:] if start else ids)
     except (OverflowError, TypeError):
         for position, value in enumerate(ids):
             _require_id(position, value)
@@ -153,7 +153,7 @@ def chain_ids(ids: Any, page_size: int, known: Sequence[bytes] | None = None) ->
         raise InputError(f"{len(keys)} known pages of {page_size} ids are more than the {len(values)} ids given")
     known_ids = len(keys) * page_size
     require_ints(values, known_ids)
-    hash_pages(keys, pack_ids(values[known_ids:]), 4 * page_size)
+    hash_pages(keys, pack_ids(values, known_ids), 4 * page_size)
     return keys
 
 

@@ -69,6 +69,7 @@ class KeyMemo:
             hash_pages(keys, data[start:], self._page_bytes)
             self.hashed_pages += len(keys) - known
             self._grow(last, data, keys, known)
+        self._shrink()
         return keys
 
     def remember(self, ids: Any, keys: Sequence[bytes]) -> None:
@@ -76,6 +77,7 @@ class KeyMemo:
         data = id_bytes(ids)
         last, found = self._walk(data)
         self._grow(last, data, list(keys), len(found))
+        self._shrink()
 
     def _walk(self, data: bytes) -> tuple[_Run, list[bytes]]:
         """Follow ``data`` as far as it is remembered: the last run, and the keys of all pages up to its end."""
@@ -115,10 +117,12 @@ class KeyMemo:
         return upper
 
     def _grow(self, last: _Run, data: bytes, keys: list[bytes], known: int) -> None:
-        """Remember the whole pages after ``last``, then forget until the bound holds."""
+        """Remember the whole pages after ``last``."""
         whole = min(len(data) // self._page_bytes, len(keys))
         if whole > known:
             self._touch(self._add(last, data[known * self._page_bytes : whole * self._page_bytes], keys[known:whole]))
+
+    def _shrink(self) -> None:
         while self.num_bytes > self.max_bytes:
             run, _ = self._recency.popitem(last=False)
             del run.parent.children[run.data[: self._page_bytes]]
