@@ -175,8 +175,11 @@ class TextLM(nn.Module):
         with torch.device("meta"):
             net = cls(config).to(dtype)
         net.to_empty(device=device)
+        for module in net.modules():
+            if isinstance(module, Linear):
+                module.store_by_input()
         if config.tied:
-            net.lm_head.weight = net.embed_tokens.weight
+            net.embed_tokens.weight = net.lm_head.weight
         return net.requires_grad_(False).eval()
 
     @property
