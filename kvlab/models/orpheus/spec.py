@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvlab.errors import LoadError
 from kvlab.models.orpheus.codec import Codec
+from kvlab.models.orpheus.noise import NoiseSource
 from kvlab.models.orpheus.prompts import OrpheusProcessor
-from kvlab.models.orpheus.tokens import OrpheusIds
+from kvlab.models.orpheus.speech import decode_frames, to_int16
+from kvlab.models.orpheus.tokens import Frame, OrpheusIds
 from kvlab.models.text import TextModel
 from kvlab.models.textlm import TextLM
 
@@ -62,6 +67,11 @@ class OrpheusModel(TextModel):
 
     def __repr__(self) -> str:
         return f"OrpheusModel({self.name}, {len(self.voices)} voices, {self.net.dtype}, {self.net.device}, {self.codec!r})"
+
+    def sound(self, frames: Sequence[Frame], *, noise: NoiseSource | None = None) -> NDArray[np.int16]:
+        """Return the samples of whole frames as 16-bit PCM, just as they are streamed; seed 0's noise when None."""
+        samples: NDArray[np.int16] = to_int16(decode_frames(self.codec, frames, noise=noise)).numpy()
+        return samples
 
     def preprocess_fingerprint(self) -> str:
         return f"{type(self).__name__} {self.ids} {self.voices}"
