@@ -46,7 +46,9 @@ def write_codec(folder: Path, *, as_torch: bool = True, **changes: Any) -> None:
         shutil.copy(weights, folder / "model.safetensors")
 
 
-def write_folder(folder: Path, *, released: bool = False, codec: bool = True, shard_size: str = "5GB", **orpheus: Any) -> Path:
+def write_folder(
+    folder: Path, *, released: bool = False, with_codec: bool = True, shard_size: str = "5GB", **orpheus: Any
+) -> Path:
     """Write a random Llama as an Orpheus folder; ``released`` ones have the released ids and no entry "orpheus"."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -71,6 +73,6 @@ def write_folder(folder: Path, *, released: bool = False, codec: bool = True, sh
         path = folder / "config.json"
         entry = SMALL | orpheus
         path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"orpheus": entry}), encoding="utf-8")
-    if codec:
+    if with_codec:
         write_codec(folder / "snac")
     return folder

@@ -170,11 +170,13 @@ def fetch_files(source: HubSource, files: Sequence[str], say: Say) -> Path:
 
     say(f"fetching {' and '.join(files)} of {source.repo} from the Hugging Face hub ...")
     try:
-        revision = _wanted_revision(source)
-        paths = [Path(hf_hub_download(source.repo, file, revision=revision, endpoint=server())) for file in files]
+        first, *others = files
+        folder = Path(hf_hub_download(source.repo, first, revision=_wanted_revision(source), endpoint=server())).parent
+        for file in others:  # of the same revision, even if a newer one appears meanwhile
+            hf_hub_download(source.repo, file, revision=folder.name, endpoint=server())
     except Exception as e:  # the client lets errors of its HTTP library through as they are
         raise FetchError(_why(e, source)) from None  # the cause's text may quote request headers
-    return paths[0].parent
+    return folder
 
 
 def _silent_bar() -> Any:
