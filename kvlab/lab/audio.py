@@ -82,14 +82,21 @@ def compare_samples(first: ArrayLike, second: ArrayLike) -> SampleDrift:
     SampleDrift(num_samples=3, equal_samples=3, max_abs=0.0, rms=0.0, snr_db=None, extra_samples=1)
     """
     a, b = full_scale(first), full_scale(second)
-    num = min(len(a), len(b))
-    difference, extra = a[:num] - b[:num], abs(len(a) - len(b))
+    apart, extra = difference(a, b), abs(len(a) - len(b))
+    num = len(apart)
     if num == 0:
         return SampleDrift(0, 0, 0.0, 0.0, None, extra)
-    noise, signal = float(np.mean(difference**2)), float(np.mean(a[:num] ** 2))
+    noise, signal = float(np.mean(apart**2)), float(np.mean(a[:num] ** 2))
     snr_db = 10 * float(np.log10(signal / noise)) if noise and signal else None
-    equal = int(np.count_nonzero(difference == 0))
-    return SampleDrift(num, equal, float(np.abs(difference).max()), noise**0.5, snr_db, extra)
+    equal = int(np.count_nonzero(apart == 0))
+    return SampleDrift(num, equal, float(np.abs(apart).max()), noise**0.5, snr_db, extra)
+
+
+def difference(first: ArrayLike, second: ArrayLike) -> NDArray[np.float64]:
+    """Return ``second`` minus ``first`` over the samples both have, in shares of full scale."""
+    a, b = full_scale(first), full_scale(second)
+    num = min(len(a), len(b))
+    return b[:num] - a[:num]
 
 
 def compare_speech(first: Any, second: Any, *, noise_pair: tuple[ArrayLike, ArrayLike] | None = None) -> SpeechDrift:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,9 +41,26 @@ class Player:
         return f"<figure>{audio._repr_html_()}<figcaption>{html.escape(self.caption)}</figcaption></figure>"
 
 
-def audio_player(speech: Any, caption: str | None = None) -> Player:
-    """Return a player of an utterance (16-bit ``samples``, ``sample_rate``, ``caption``)."""
-    return Player(speech.samples, speech.sample_rate, speech.caption if caption is None else caption)
+def audio_player(speech: Any, caption: str | None = None, *, sample_rate: int | None = None) -> Player:
+    """Return a player of an utterance (16-bit ``samples``, ``sample_rate``, ``caption``).
+
+    Args:
+        sample_rate: of the sound in the player, where a page should be smaller; that of the utterance when None.
+    """
+    samples, rate = speech.samples, speech.sample_rate
+    if sample_rate is not None and sample_rate != rate:
+        samples, rate = _resampled(samples, rate, sample_rate), sample_rate
+    return Player(samples, rate, speech.caption if caption is None else caption)
+
+
+def _resampled(samples: Any, rate: int, wanted: int) -> Any:
+    try:
+        from scipy.signal import resample_poly
+    except ImportError as error:
+        raise missing_extra("scipy", "audio", "to change a sample rate") from error
+    common = math.gcd(rate, wanted)
+    changed = resample_poly(samples / FULL_SCALE, wanted // common, rate // common)
+    return (changed.clip(-1, 1) * FULL_SCALE).astype(samples.dtype)
 
 
 # -- waveforms ---------------------------------------------------------------------------------------------------------

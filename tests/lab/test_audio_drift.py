@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from kvlab.errors import InputError
-from kvlab.lab.audio import FLOOR_DB, compare_samples, compare_speech, envelope, find_clicks, first_difference, spectrogram
+from kvlab.lab.audio import (
+    FLOOR_DB,
+    compare_samples,
+    compare_speech,
+    difference,
+    envelope,
+    find_clicks,
+    first_difference,
+    spectrogram,
+)
 
 
 def speech(ids: list[int], samples: Any) -> Any:
@@ -98,3 +107,7 @@ def test_bands_that_cannot_be_told_apart_are_refused():
         spectrogram(np.zeros(5000), 24000, "x", bands=600)
     with pytest.raises(InputError, match="up to 20000 Hz"):
         spectrogram(np.zeros(5000), 24000, "x", max_hz=20000)
+
+
+def test_a_difference_is_taken_over_what_both_have():
+    assert difference([0.5, 0.25, 0.0], [0.25, 0.25]).tolist() == [-0.25, 0.0]
