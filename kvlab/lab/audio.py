@@ -148,7 +148,7 @@ def find_clicks(samples: ArrayLike, *, ratio: float = 4.0) -> list[int]:
 # -- what a signal looks like ------------------------------------------------------------------------------------------
 
 
-def envelope(samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 160) -> Wave:
+def envelope(samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 120) -> Wave:
     """Return the envelope of a signal; a shorter one has a column a sample.
 
     >>> envelope([0.5, -0.25, 0.0, 0.125], 2, "four", columns=2)
@@ -161,7 +161,7 @@ def envelope(samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 
 
 
 def spectrogram(
-    samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 80, bands: int = 32, max_hz: float = 8000.0
+    samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 60, bands: int = 24, max_hz: float = 8000.0
 ) -> Spectrogram:
     """Return the power of a signal in equal bands up to ``max_hz``; a full-scale tone is 0 dB, silence ``FLOOR_DB``.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import html
 import json
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +18,7 @@ from kvlab.viz.static import SUBTITLE_WIDTH, TITLE_WIDTH, as_svg, wrap
 from kvlab.viz.theme import DARK_OUTLINE, HEAT, INK, SOFT_INK, Style, plotly_template
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
+MANY_NUMBERS = 100
 _SYMBOLS = {"circle": "circle", "square": "square", "diamond": "diamond", "triangle": "triangle-down"}
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
@@ -182,7 +186,7 @@ def _rects_trace(mark: Rects) -> dict[str, Any]:
             "size": 12,
             "shadow": _one_or_all([_rim(r.style) for r in rects]),
         },
-        "hovertext": [_words(cut(r.note, 300)) for r in rects],
+        "hovertext": _one_or_all([_words(cut(r.note, 300)) for r in rects]),
         "hovertemplate": "%{hovertext}<extra></extra>",
         "marker": _bar_marker([r.style for r in rects]),
         "showlegend": False,
@@ -231,10 +235,25 @@ def _legend_trace(style: Style) -> dict[str, Any]:
 
 def _line_trace(mark: Line) -> dict[str, Any]:
     return {
-        "type": "scatter", "mode": "lines", "x": list(mark.xs), "y": list(mark.ys), "name": _words(mark.label),
+        "type": "scatter", "mode": "lines", "x": _numbers(mark.xs), "y": _numbers(mark.ys), "name": _words(mark.label),
         "line": {"color": mark.colour, "dash": mark.dash, "width": mark.width_px},
         "hoverinfo": "skip", "showlegend": False,
     }  # fmt: skip
+
+
+def _numbers(values: Sequence[float | None]) -> Any:
+    """Many numbers as bytes: a notebook writes each number of a list on a line of its own."""
+    whole = [value for value in values if value is not None]
+    return _packed("f", whole) if len(whole) == len(values) > MANY_NUMBERS else list(values)
+
+
+def _packed(code: str, values: Sequence[float], num_rows: int = 0) -> dict[str, Any]:
+    """Return numbers as plotly's typed arrays; ``code`` is that of the array module, of signed bytes or of 32-bit floats."""
+    numbers = array(code, values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    packed = {"dtype": {"b": "i1", "f": "f4"}[code], "bdata": base64.b64encode(numbers.tobytes()).decode()}
+    return packed | ({"shape": f"{num_rows}, {len(values) // num_rows}"} if num_rows else {})
 
 
 def _line_label(mark: Line) -> list[dict[str, Any]]:
@@ -276,7 +295,7 @@ def _points_trace(mark: Points) -> dict[str, Any]:
 def _heat_trace(mark: Heat) -> dict[str, Any]:
     dx, dy = (mark.x1 - mark.x0) / len(mark.levels[0]), (mark.y1 - mark.y0) / len(mark.levels)
     return {
-        "type": "heatmap", "z": [list(row) for row in mark.levels],
+        "type": "heatmap", "z": _packed("b", [level for row in mark.levels for level in row], len(mark.levels)),
         "x0": mark.x0 + dx / 2, "dx": dx, "y0": mark.y0 + dy / 2, "dy": dy,
         "zmin": 0, "zmax": len(HEAT) - 1, "colorscale": [[i / (len(HEAT) - 1), colour] for i, colour in enumerate(HEAT)],
         "showscale": False, "hoverinfo": "skip",

@@ -10,12 +10,12 @@ from kvlab.errors import InputError
 from kvlab.lab.results import DriftRow, SharedPrompt, Table
 from kvlab.viz.display import as_figure
 from kvlab.viz.marks import Axis, Label, Panel, Rect, Rects, count, cut, linear_axis, named_axis
-from kvlab.viz.theme import CACHED, COMPUTED, DARK_OUTLINE, EVICTED, FREE_OUTLINE, PALE, SERVED, Style
+from kvlab.viz.theme import CACHED, COMPUTED, EVICTED, PALE, SERVED, Style
 
 Frames = Sequence[Sequence[int]]
 
-SAME = Style("same code", PALE, FREE_OUTLINE)
-OTHER = Style("another code", EVICTED, DARK_OUTLINE, hatch="/")
+SAME = Style("same code", PALE)
+OTHER = Style("another code, old→new", EVICTED)
 EQUAL_FRAMES = Style("equal frames", CACHED)
 OTHER_FRAMES = Style("frames from the first that differs on", EVICTED, hatch="/")
 SLOTS = ("0 coarse", "1 middle", "2 fine", "3 fine", "4 middle", "5 fine", "6 fine")
@@ -25,12 +25,12 @@ _HALF = 0.34  # half the thickness of a bar
 # -- codes -------------------------------------------------------------------------------------------------------------
 
 
-def token_grid(first: Frames, second: Frames, names: tuple[str, str] = ("cold", "hit")) -> Any:
+def token_grid(first: Frames, second: Frames, names: tuple[str, str] = ("cold", "hit"), *, columns: int = 10) -> Any:
     """Draw the codes of two utterances around the first frame that differs, as a plotly figure."""
-    return as_figure(token_grid_panel(first, second, names))
+    return as_figure(token_grid_panel(first, second, names, columns=columns))
 
 
-def token_grid_panel(first: Frames, second: Frames, names: tuple[str, str] = ("cold", "hit"), *, columns: int = 12) -> Panel:
+def token_grid_panel(first: Frames, second: Frames, names: tuple[str, str] = ("cold", "hit"), *, columns: int = 10) -> Panel:
     """Return the figure of ``token_grid`` as a panel.
 
     Args:

@@ -153,7 +153,7 @@ def _axes(frame: _Frame) -> str:
 
 def _mark(frame: _Frame, mark: Mark) -> str:
     if isinstance(mark, Rects):
-        return "".join(_rect(frame, rect) for rect in mark.rects)
+        return f'<g text-anchor="middle">{"".join(_rect(frame, rect) for rect in mark.rects)}</g>'
     if isinstance(mark, Line):
         return _line(frame, mark)
     if isinstance(mark, Points):
@@ -167,7 +167,8 @@ def _rect(frame: _Frame, rect: Rect) -> str:
     x0, x1 = sorted((frame.x(rect.x0), frame.x(rect.x1)))
     y0, y1 = sorted((frame.y(rect.y0), frame.y(rect.y1)))
     note = f"<title>{_escape(cut(rect.note, 300))}</title>" if rect.note else ""
-    return f"<g>{note}{_box(x0, y0, x1 - x0, y1 - y0, rect.style)}{_rect_text(rect, x0, x1, y0, y1)}</g>"
+    drawn = f"{_box(x0, y0, x1 - x0, y1 - y0, rect.style)}{_rect_text(rect, x0, x1, y0, y1)}"
+    return f"<g>{note}{drawn}</g>" if note else drawn
 
 
 def _rect_text(rect: Rect, x0: float, x1: float, y0: float, y1: float) -> str:
@@ -177,7 +178,7 @@ def _rect_text(rect: Rect, x0: float, x1: float, y0: float, y1: float) -> str:
     size = min(12.0, (y1 - y0) * 0.8, (x1 - x0 - 3) / (len(rect.text) * (_CHARACTER + 0.06)))
     if size < 6:
         return ""
-    place = f'x="{_n((x0 + x1) / 2)}" y="{_n((y0 + y1) / 2 + size * 0.36)}" text-anchor="middle"'
+    place = f'x="{_n((x0 + x1) / 2)}" y="{_n((y0 + y1) / 2 + size * 0.36)}"'
     # on a hatch, letters stand on a rim of the fill
     rim = (
         f' stroke="{rect.style.fill}" stroke-width="4" stroke-linejoin="round" paint-order="stroke"' if rect.style.hatch else ""
@@ -224,19 +225,19 @@ def _points(frame: _Frame, mark: Points) -> str:
 
 
 def _heat(frame: _Frame, mark: Heat) -> str:
-    """One path a level, equal neighbours in a row as one piece of it: a tenth of a rectangle a cell."""
+    """One path a level on a grid of whole numbers, equal neighbours in a row as one piece: a tenth of a rectangle a cell."""
     paths: dict[int, list[str]] = {}
-    height = (mark.y1 - mark.y0) / len(mark.levels)
     for index, row in enumerate(mark.levels):
-        top, bottom = sorted((frame.y(mark.y0 + index * height), frame.y(mark.y0 + (index + 1) * height)))
-        width, start = (mark.x1 - mark.x0) / len(row), 0
+        start = 0
         for level, cells in groupby(row):
-            stop = start + len(list(cells))
-            x0, x1 = frame.x(mark.x0 + start * width), frame.x(mark.x0 + stop * width)
-            paths.setdefault(level, []).append(f"M{_n(x0)} {_n(top)}H{_n(x1)}V{_n(bottom)}H{_n(x0)}z")
-            start = stop
+            length = len(list(cells))
+            paths.setdefault(level, []).append(f"M{start} {index}h{length}v1h-{length}z")
+            start += length
+    x, y = frame.x(mark.x0), frame.y(mark.y0)
+    dx, dy = (frame.x(mark.x1) - x) / len(mark.levels[0]), (frame.y(mark.y1) - y) / len(mark.levels)
     drawn = (f'<path d="{"".join(parts)}" fill="{HEAT[level]}"/>' for level, parts in sorted(paths.items()))
-    return f'<g shape-rendering="crispEdges">{"".join(drawn)}</g>'
+    place = f"translate({_n(x)} {_n(y)}) scale({dx:.4f} {dy:.4f})"
+    return f'<g shape-rendering="crispEdges" transform="{place}">{"".join(drawn)}</g>'
 
 
 def _symbol(symbol: str, x: float, y: float) -> str:
