@@ -380,6 +380,11 @@ class Resource:
     def reset_request(self, rid: RequestId, free: bool = False) -> None:
         """Rewind a request to its beginning."""
 
+    def resume_request(self, rid: RequestId, config: RequestConfig) -> None:
+        """Begin ``rid`` anew with another prompt: its own, and what it has generated since."""
+        self.remove_request(rid)
+        self.ingest_request(rid, config)
+
     def resolve_cached_prefix(self, rid: RequestId, node: str, walk: str, inputs: WalkInputs) -> Mapping[str, Match] | None:
         """Say, per label, how much of ``inputs`` need not run. None = no opinion, which is not zero."""
         return None
@@ -581,6 +586,10 @@ class ModelSpec(Protocol):
 
     def schedule(self, record: PromptRecord, max_tokens: int) -> tuple[str, ...]:
         """Names of the walks a request runs, in order."""
+        ...
+
+    def slots(self, record: PromptRecord, max_tokens: int) -> Mapping[str, tuple[int, int]]:
+        """Slots each label needs: {label: (of the prompt, at the end)}. The last sampled token is never written."""
         ...
 
     def prepare_inputs(self, walk: str, record: PromptRecord, generated: Sequence[int]) -> WalkInputs | None:

@@ -135,6 +135,39 @@ class KVResource(Resource):
         """Pages that ``num_tokens`` slots of one stream need."""
         return self._pool.pages_for(num_tokens)
 
+    # -- what an admission gate asks
+
+    def guard_grants(self, may_grant: Callable[[RequestId, int], bool]) -> None:
+        """Ask ``may_grant(rid, num_pages)`` before fresh pages go to a stream; a no is a GrantDeferred."""
+        self._pool.may_grant = may_grant
+
+    def supply_pages(self, excluding: Sequence[int] = ()) -> int:
+        """Free pages and those eviction could reach, ``excluding`` left out."""
+        with self._lock:
+            evictable = 0 if self.index is None else self.index.evictable_count(excluding)
+            return self.arena.num_free + evictable
+
+    def supply_mark(self) -> tuple[int, ...]:
+        """A value that stays the same while ``supply_pages`` cannot have changed."""
+        return self.arena.num_free, self.arena.owner_changes
+
+    def peek_prefix(self, rid: RequestId) -> list[int]:
+        """Pages of the index that a request would be lent now, all labels; touches nothing."""
+        with self._lock:
+            return [page for stream in self.streams_of(rid).values() for page in self._prober.peek(stream)]
+
+    def lease_prefix(self, rid: RequestId) -> int:
+        """Hold those pages for the request until its first step is admitted; returns their number."""
+        with self._lock:
+            return sum(self._prober.lease(stream) for stream in self.streams_of(rid).values())
+
+    def pages_taken(self, rid: RequestId) -> tuple[int, int]:
+        """Pages of a request: (taken from the free list, lent by the index or leased)."""
+        with self._lock:
+            streams = self.streams_of(rid).values()
+            lent = sum(stream.hits + len(stream.lease or ()) for stream in streams)
+            return sum(len(stream.page_indices) - stream.hits for stream in streams), lent
+
     def stream(self, rid: RequestId, label: str = "main") -> CacheStream:
         """The stream of (rid, label), to read.
 

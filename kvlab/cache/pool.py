@@ -17,7 +17,7 @@ from kvlab.cache.misses import MissLog
 from kvlab.cache.policies.base import EvictionPolicy
 from kvlab.cache.stream import CacheStream
 from kvlab.errors import IntegrityError
-from kvlab.spec import AllocationFailed, RequestId
+from kvlab.spec import AllocationFailed, GrantDeferred, RequestId
 
 
 class PagePool:
@@ -39,6 +39,7 @@ class PagePool:
         self.index: PrefixIndex | None = None
         self.record = record
         self.miss_log = miss_log
+        self.may_grant: Callable[[RequestId, int], bool] | None = None
         self._policy = policy
 
     def open_index(self) -> PrefixIndex:
@@ -52,11 +53,13 @@ class PagePool:
 
     # -- streams and the free list
 
-    def grow(self, stream: CacheStream, total_len: int, step_index: int) -> AllocationFailed | None:
+    def grow(self, stream: CacheStream, total_len: int, step_index: int) -> AllocationFailed | GrantDeferred | None:
         """Append fresh pages until ``stream`` holds ``total_len`` slots, evicting if that helps; all or nothing."""
         need = self.pages_for(total_len) - len(stream.page_indices)
         if need <= 0:
             return None
+        if self.may_grant is not None and not self.may_grant(stream.rid, need):
+            return GrantDeferred(stream.rid)
         pages = self.arena.acquire(need)
         if pages is None:
             short = need - self.arena.num_free

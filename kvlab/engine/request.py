@@ -189,7 +189,8 @@ class GenerationResult:
     ``ids`` are the sampled ids, the stop id included; ``text`` is the reply without it. ``prompt_tokens`` and ``cached_tokens``
     count KV slots of main's prompt; ``cached_by_label`` has every label. ``ttft_ms`` runs from submission to the first token;
     ``tokens_per_s`` is the rate after it (None for fewer than two tokens). ``finish_reason``: stop | length | cancelled |
-    deadline | error; ``error`` is set for the last two.
+    deadline | error; ``error`` is set for the last two. ``resumed_tokens`` were found cached after preemptions, and count as no
+    hit.
     """
 
     rid: RequestId
@@ -213,6 +214,8 @@ class GenerationResult:
     logprobs: tuple[Mapping[str, Any], ...] = ()
     prompt_logprobs: tuple[float | None, ...] = ()
     held_steps: int = 0
+    preemptions: int = 0
+    resumed_tokens: int = 0
     error: Exception | None = None
     stop_ids: frozenset[int] = frozenset()
 
