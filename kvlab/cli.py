@@ -169,7 +169,7 @@ def _print_rows(result: dict[str, Any]) -> None:
     table = Table("row", "unit", "ours", "reference", "ratio", "target", "ok")
     for row in result["rows"]:
         numbers = (_number(row[column]) for column in ("ours", "reference", "ratio", "target"))
-        table.add_row(row["name"], row["unit"], *numbers, "yes" if row["ok"] else "no")
+        table.add_row(row["name"], row["unit"], *numbers, {True: "yes", False: "no", None: "-"}[row["ok"]])
     Console().print(table)
 
 

@@ -19,6 +19,7 @@ EXTRAS = {
     "lab": "JupyterLab, notebooks and interactive figures",
     "bagel": "pictures: Bagel's autoencoder and image measures",
     "audio": "speech: the SNAC codec and sound files",
+    "train": "training the small checkpoints again: the listener that judges speech",
     "cuda": "the FlashInfer attention backend on a CUDA device",
     "test": "the test suite",
     "dev": "lint, types and builds",

@@ -34,6 +34,7 @@ table { border-collapse: collapse; font-size: 13px; background: var(--paper); }
 caption { text-align: left; color: var(--soft); padding: 4px 8px; }
 th, td { padding: 4px 9px; border-bottom: 1px solid var(--grid); text-align: left; vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } .wide { overflow-x: auto; }
+.wide td:first-child { white-space: nowrap; }
 svg { display: block; } .kv-paper { fill: var(--paper); } .kv-ink { fill: var(--ink); } .kv-soft { fill: var(--soft); }
 .kv-grid { stroke: var(--grid); } .kv-line { stroke: var(--soft); } .kv-edge { stroke: var(--ink); }
 .kv-free { fill: var(--page); } .kv-free[stroke] { stroke: var(--grid); }
@@ -50,6 +51,7 @@ def write_report(
     events: Events = (),
     model_line: str = "",
     notes: Sequence[str] = (),
+    uncached: Sequence[RequestRow] = (),
 ) -> Path:
     """Write the report of a run as one self-contained HTML file.
 
@@ -59,6 +61,7 @@ def write_report(
         events: the log of the run; no page map and tree without it.
         model_line: which model and machine, in one line.
         notes: paragraphs under the headline.
+        uncached: the same requests with the cache off, for the table of requests; they have no misses to explain.
 
     Returns:
         The path written.
@@ -67,7 +70,8 @@ def write_report(
         InputError: a log that begins in the middle of a run.
     """
     path = Path(path)
-    path.write_text(report_html(title, rows, ttft_rows, events, model_line, notes), encoding="utf-8", newline="\n")
+    page = report_html(title, rows, ttft_rows, events, model_line, notes, uncached)
+    path.write_text(page, encoding="utf-8", newline="\n")
     return path
 
 
@@ -78,14 +82,15 @@ def report_html(
     events: Events,
     model_line: str,
     notes: Sequence[str],
+    uncached: Sequence[RequestRow] = (),
 ) -> str:
     """Return the report as HTML."""
     body = "\n".join(
         [
             f"<h1>{_text(title)}</h1>",
-            *(f'<p class="soft">{_text(line)}</p>' for line in (model_line, *_facts(events)) if line),
+            *(f'<p class="soft">{_text(line)}</p>' for line in _facts(events, model_line) if line),
             *(f"<p>{_text(note)}</p>" for note in notes),
-            *_requests(rows),
+            *_requests(rows, uncached),
             *_times(ttft_rows),
             *_pages(events),
             *_replies(rows),
@@ -99,10 +104,11 @@ def report_html(
     )
 
 
-def _facts(events: Events) -> Iterator[str]:
-    """What the log says of the model and the pool; the page size as the least length that can be reused."""
+def _facts(events: Events, model_line: str) -> Iterator[str]:
+    """What is known of the model and the pool; the page size as the least length that can be reused."""
+    yield model_line
     for entry in events:
-        if isinstance(entry.event, ModelLoaded):
+        if isinstance(entry.event, ModelLoaded) and entry.event.identity not in model_line:
             yield f"Model {entry.event.name}, identity {cut(entry.event.identity, 40)}"
     pool = moment(events).pool
     if pool.num_pages:
@@ -111,12 +117,12 @@ def _facts(events: Events) -> Iterator[str]:
         yield f"The page size, {size}, is the least reusable length: a shorter shared prefix cannot be served from the cache."
 
 
-def _requests(rows: Sequence[RequestRow]) -> Iterator[str]:
+def _requests(rows: Sequence[RequestRow], uncached: Sequence[RequestRow]) -> Iterator[str]:
     if not rows:
         yield "<p>No request was recorded.</p>"
         return
     yield "<h2>Requests</h2>"
-    yield f'<div class="wide">{_table(request_table(rows))}</div>'
+    yield f'<div class="wide">{_table(request_table([*rows, *uncached]))}</div>'
     yield "<h2>What the cache served, and why the rest was computed</h2>"
     panel = misses_panel(rows)
     yield _picture(panel)

@@ -548,6 +548,11 @@ class ModelSpec(Protocol):
     num_heads: int
 
     @property
+    def default_options(self) -> Mapping[str, Any]:
+        """Options of a request that does not say otherwise, by the names a client uses."""
+        ...
+
+    @property
     def device(self) -> str:
         """Where the model computes; its pages belong there."""
         ...

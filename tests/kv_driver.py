@@ -46,12 +46,13 @@ def step_of(
 
 @dataclass
 class Driver:
-    """One KV resource under an engine's hand. ``sampled`` ids come from ``token_of(rid, n)``."""
+    """One KV resource under an engine's hand."""
 
     kv: Any
     page_size: int
     prompts: dict[Any, list[int]] = field(default_factory=dict)
     generated: dict[Any, list[int]] = field(default_factory=dict)
+    store: Any = None  # what the resource copies pages with
 
     def ingest(self, rid: Any, ids: Sequence[int], **config: Any) -> None:
         """Bring in a request with a keyed prompt."""

@@ -98,6 +98,21 @@ def test_it_has_map_tree_times_and_the_reason_of_every_miss(tmp_path: Path) -> N
         assert part in text
 
 
+def test_requests_with_the_cache_off_are_listed_and_not_explained(tmp_path: Path) -> None:
+    off = RequestRow("first, cache off", 105, 0, 0, 480.0, misses=(MissRow("main", 0, 105, "opted_out", "switched off"),))
+    with_it, without = (" ".join(parsed(report(tmp_path, uncached=rows)).text) for rows in ([off], []))
+    assert "first, cache off" in with_it
+    assert "switched off" not in with_it
+    assert "64 of 190 prompt tokens came from the cache" in with_it
+    assert "first, cache off" not in without
+
+
+def test_the_model_is_named_once(tmp_path: Path) -> None:
+    identity = "0" * 16  # of the synthetic log
+    for line in ("a line of its own", f"synthetic {identity}, float32"):
+        assert report(tmp_path, model_line=line).count(identity) == 1
+
+
 def test_k3_5_the_page_size_is_named_as_the_least_reusable_length(tmp_path: Path) -> None:
     text = " ".join(parsed(report(tmp_path)).text)
     assert "The page size, 16 tokens, is the least reusable length" in text

@@ -10,12 +10,15 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from kvlab.progress import progress
+
 
 @dataclass(frozen=True)
 class Row:
     """One measurement. ``ours`` and ``reference`` are in ``unit``; ``ratio`` = ours / reference, None without a reference.
 
-    ``target`` bounds the ratio, or ours where there is no ratio. ``spread`` = (max - min) / median of ours over the rounds.
+    ``target`` bounds the ratio, or ours where there is no ratio; without one ``ok`` is None. ``spread`` = (max - min) / median
+    of ours over the rounds.
     """
 
     name: str
@@ -23,7 +26,7 @@ class Row:
     reference: float | None
     ratio: float | None
     target: float | None
-    ok: bool
+    ok: bool | None
     unit: str = ""
     spread: float | None = None
 
@@ -47,7 +50,7 @@ class Row:
         mine = median(ours)
         theirs = median(reference) if reference else None
         judged = mine if theirs is None else mine / theirs
-        ok = target is None or (judged >= target if higher_is_better else judged <= target)
+        ok = None if target is None else judged >= target if higher_is_better else judged <= target
         spread = (max(ours) - min(ours)) / mine if len(ours) > 1 and mine else None
         return cls(
             name,
@@ -65,22 +68,39 @@ def _rounded(value: float) -> float:
     return round(value, 3) if abs(value) < 1000 else round(value)
 
 
+def take_turns(
+    sides: Sequence[Callable[[], float]], rounds: int, *, warm_up: bool = True, label: str = ""
+) -> list[list[float]]:
+    """Call every side ``rounds`` times in turn, another one first each round, and return what each measured.
+
+    Args:
+        sides: Each measures once and returns the number.
+        warm_up: One more round first, whose numbers are dropped.
+        label: What a progress bar says meanwhile; without it there is none.
+
+    >>> take_turns([lambda: 1.0, lambda: 2.0, lambda: 3.0], rounds=2)
+    [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    """
+    measured: list[list[float]] = [[] for _ in sides]
+    numbers = range(-1 if warm_up else 0, rounds)
+    for number in progress(numbers, label, unit="round") if label else numbers:
+        order = [(number + 1 + i) % len(sides) for i in range(len(sides))]
+        for side in order:
+            value = sides[side]()
+            if number >= 0:
+                measured[side].append(value)
+    return measured
+
+
 def interleave(
     ours: Callable[[], float], reference: Callable[[], float], rounds: int, *, warm_up: bool = True
 ) -> tuple[list[float], list[float]]:
-    """Call both ``rounds`` times in turn, the first one changing each round, and return what they measured.
+    """Take turns between two.
 
     >>> interleave(lambda: 1.0, lambda: 2.0, rounds=2)
     ([1.0, 1.0], [2.0, 2.0])
     """
-    mine: list[float] = []
-    theirs: list[float] = []
-    sides: list[tuple[Callable[[], float], list[float]]] = [(ours, mine), (reference, theirs)]
-    for number in range(-1 if warm_up else 0, rounds):
-        for measure, values in sides if number % 2 else reversed(sides):
-            value = measure()
-            if number >= 0:
-                values.append(value)
+    mine, theirs = take_turns([ours, reference], rounds, warm_up=warm_up)
     return mine, theirs
 
 

@@ -136,6 +136,14 @@ class PageArena:
         if shared and self._listener is not None:
             self._listener.shared(shared)
 
+    def adopt(self, pages: Sequence[int]) -> None:
+        """Seal pages that somebody owns and add the listener as an owner; it is not told of what it does itself."""
+        num_owners, sealed = self.num_owners, self._sealed
+        for page in pages:
+            sealed[page] = 1
+            num_owners[page] += 1
+        self.owner_changes += 1
+
     def release(self, pages: Sequence[int]) -> None:
         """Take one owner away for each listing of a page; the last one frees it and breaks its seal.
 

@@ -205,15 +205,11 @@ class PrefixIndex:
 
     def _join(self, entered: list[int], parent: int | None) -> None:
         """Put new pages into the tree and become their owner."""
-        num_owners = self.arena.num_owners
-        if parent is not None and num_owners[parent] < 2:
+        if parent is not None and self.arena.num_owners[parent] < 2:
             self._tree.follow(entered[0], parent)
             parent = None
         self._tree.add_run(entered, SINK if parent is None else parent)
-        shared_already = [page for page in entered if num_owners[page] > 1]  # of the others the arena tells the tree
-        self.arena.seal(entered)
-        self.arena.retain(entered)
-        self._tree.shared(shared_already)
+        self.arena.adopt(entered)
 
     def _refuse_indexed(self, page: int, key: bytes) -> None:
         if self._keys[page]:

@@ -137,7 +137,7 @@ def end_key(prev: bytes, ids: Sequence[int], items: Sequence[Item], end: int) ->
     its page does not enter.
     """
     kept = [item for item in items if item.start < end]
-    taken = sum(min(item.length - item.offset, end - item.start) for item in kept)
+    taken = sum(item.length - item.offset for item in kept)  # items do not overlap, so each of these ends by then
     return page_key(prev, ids[: end - taken], kept)
 
 

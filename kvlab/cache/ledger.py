@@ -110,12 +110,6 @@ class MissLedger:
         return (Miss(stream.label, 0, prompt.prompt_slots, *self._why_unkeyed(request, stream)),)
 
     def misses(self, request: KVRequest) -> tuple[Miss, ...]:
-        """Every cause known, in slot order label by label; what is not settled yet is said as of now."""
-        found: list[Miss] = []
-        for label in sorted(request.streams.keys() | request.notes.keys()):
-            notes = request.notes.get(label)
-            if notes is None:
-                found += self._explain(request, request.streams[label], self._held(request.streams[label]))
-            else:
-                found += [miss for start in sorted(notes) for miss in notes[start]]
-        return tuple(found)
+        """Every cause settled so far, in slot order label by label."""
+        by_label = [request.notes[label] for label in sorted(request.notes)]
+        return tuple(miss for notes in by_label for start in sorted(notes) for miss in notes[start])

@@ -14,7 +14,7 @@ from kvlab.cache.arena import PageArena
 from kvlab.cache.chain import PrefixChain
 from kvlab.cache.index import PrefixIndex
 from kvlab.cache.misses import MissLog
-from kvlab.cache.policies.base import EvictionPolicy
+from kvlab.cache.policies import EvictionPolicy, make_policy
 from kvlab.cache.stream import CacheStream
 from kvlab.errors import IntegrityError
 from kvlab.spec import AllocationFailed, GrantDeferred, RequestId
@@ -40,7 +40,7 @@ class PagePool:
         self.record = record
         self.miss_log = miss_log
         self.may_grant: Callable[[RequestId, int], bool] | None = None
-        self._policy = policy
+        self._policy = make_policy(policy)
 
     def open_index(self) -> PrefixIndex:
         """Open an empty index."""

@@ -60,15 +60,22 @@ class PageTree:
         self._head_positions[page] = self.position_of(parent) + 1
 
     def add_run(self, pages: Sequence[int], behind: int) -> None:
-        """Add ``pages``, each the only child of the one before it, the first a child of ``behind`` (the sink: of none)."""
-        parents, num_children = self.parents, self.num_children
+        """Add ``pages``, each the only child of the one before it, the first a child of ``behind`` (the sink: of none).
+
+        Whoever offers a page owns it, so all of them begin pinned, as ``behind`` is.
+        """
+        parents, num_children, pins = self.parents, self.num_children, self._pins
         num_children[behind] += 1
+        pins[behind] += 1
         for page in pages:
             parents[page] = behind
             num_children[page] = 1
+            pins[page] = 2  # its owner and its child
             behind = page
         num_children[behind] = 0
+        pins[behind] = 1
         self._size += len(pages)
+        self._num_pinned += len(pages)
 
     def remove_leaf(self, page: int) -> int:
         """Take an unpinned leaf out and return its parent, the sink if it had none."""

@@ -134,13 +134,13 @@ class Engine:
 
         Args:
             prompt: text, token ids, a chat, or a result's ``follow_up``.
-            options: fields of RequestOptions and SamplingParams.
+            options: fields of RequestOptions and SamplingParams; those not given are the model's own defaults.
 
         Raises:
             InputError: an unknown or illegal option, a prompt that cannot be tokenised, that overflows the context, or that
                 needs more pages than the pool has.
         """
-        request = Request(next(self._rids), prompt, read_options(options))
+        request = Request(next(self._rids), prompt, read_options({**self.model.default_options, **options}))
         self._notice_changed_weights()
         run = Run(request, self.preprocess.submit(prompt, request.options.fields), self._clock(), self._round)
         if run.future.done():

@@ -35,12 +35,16 @@ class Sampled:
 
 @dataclass
 class _Request:
-    """``seen`` [vocab] is kept only where a penalty reads it; ``skipped`` waits for the step that runs the rest."""
+    """``seen`` [vocab] is kept only where a penalty reads it; ``skipped`` waits for the step that runs the rest.
+
+    ``generated`` is kept only where ``params.allowed`` reads it.
+    """
 
     params: SamplingParams
     draws: random.Random
     seen: Tensor | None
     skipped: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
 
 
 class Sampler(Resource):
@@ -154,6 +158,11 @@ class Sampler(Resource):
         x = self.adjusted(rid, logits)
         if not x.isfinite().all():
             return _unsound(rid, x)
+        if request.params.allowed is not None:
+            try:
+                x = self._only_allowed(x, request.params.allowed(request.generated))
+            except Exception as error:  # the client's own function: its request ends, the others go on
+                return KvlabError(f"request {rid}: allowed() gave no ids to choose from: {error}")
         if request.params.is_greedy:
             token = int(x.argmax())
         else:
@@ -161,7 +170,19 @@ class Sampler(Resource):
             token = draw(torch.softmax(scaled, dim=0), request.params, request.draws.random())
         if request.seen is not None:
             request.seen[token] = True
+        if request.params.allowed is not None:
+            request.generated.append(token)
         return Sampled(token, *self._logprobs(logits, token, request.params.logprobs))
+
+    def _only_allowed(self, logits: Tensor, ranges: Sequence[range]) -> Tensor:
+        kept = torch.full_like(logits, -torch.inf)
+        for ids in ranges:
+            if not ids or ids.step != 1 or ids.start < 0 or ids.stop > self.vocab_size:
+                raise InputError(f"{ids!r} is no range of ids from 0 to {self.vocab_size - 1}")
+            kept[ids.start : ids.stop] = logits[ids.start : ids.stop]
+        if not ranges:
+            raise InputError("it returned no range")
+        return kept
 
     def _logprobs(self, logits: Tensor, token: int, count: int | None) -> tuple[float | None, tuple[tuple[int, float], ...]]:
         if count is None:

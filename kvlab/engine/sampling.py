@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvlab.errors import InputError
 class SamplingParams:
     """The sampling knobs of one request; the defaults are greedy.
 
-    They act in this order: ``repetition_penalty`` and ``logit_bias`` on the logits, then ``temperature``, ``top_k``,
+    They act in this order: ``repetition_penalty``, ``logit_bias`` and ``allowed`` on the logits, ``temperature``, ``top_k``,
     ``top_p`` (of what top_k left) and ``min_p`` (as a share of the likeliest token's probability).
 
     Args:
@@ -27,6 +27,7 @@ class SamplingParams:
         logprobs: None = report none; n = the sampled token's, and those of the n likeliest tokens.
         prompt_logprobs: report the logprob of each prompt token. Needs every prompt row, so that request skips its hit.
         seed: requests with equal seeds draw equal tokens whatever else runs; None = a stream of the request's own.
+        allowed: given the ids generated so far, returns the ranges that the next id may be from; None = any id may come.
 
     Raises:
         InputError: a value out of range; the message names option, value and range.
@@ -47,6 +48,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     seed: int | None = None
+    allowed: Callable[[Sequence[int]], Sequence[range]] | None = None
 
     def __post_init__(self) -> None:
         count = "a whole number of at least 0"
@@ -60,6 +62,7 @@ class SamplingParams:
         _require("logprobs", self.logprobs, self.logprobs is None or _is_count(self.logprobs), f"None or {count}")
         _require("prompt_logprobs", self.prompt_logprobs, isinstance(self.prompt_logprobs, bool), "True or False")
         _require("seed", self.seed, self.seed is None or _is_whole(self.seed), "None or a whole number")
+        _require("allowed", self.allowed, self.allowed is None or callable(self.allowed), "None or a function of ids")
         _check_bias(self.logit_bias)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the client may go on changing its own
 
@@ -75,7 +78,8 @@ class SamplingParams:
     @property
     def is_plain_argmax(self) -> bool:
         """True when the token is the argmax of the model's own logits and nothing else is asked for."""
-        return self.is_greedy and self.repetition_penalty == 1 and not self.logit_bias and self.logprobs is None
+        is_bare = self.repetition_penalty == 1 and not self.logit_bias and self.allowed is None
+        return self.is_greedy and is_bare and self.logprobs is None
 
 
 def _require(name: str, value: Any, is_legal: bool, legal: str) -> None:

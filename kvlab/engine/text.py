@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+MAX_TEXTLESS = 64  # tokens that gave no text: more than any one character takes, so they are special tokens
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no whole character yet
 
 
@@ -45,6 +46,8 @@ class TextStream:
         if len(after) > len(before) and not after.endswith(REPLACEMENT):
             self._whole += after[len(before) :]
             self._begin, self._read = self._read, len(self._ids)
+        elif len(after) <= len(before) and len(self._ids) - self._read > MAX_TEXTLESS:
+            self._begin = self._read = len(self._ids)  # audio tokens, say: decoding them again and again would cost more each time
         self._find_stop()
         return self._release(len(self._whole) if self.stopped else self._certain())
 

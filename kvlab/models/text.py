@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ WALKS = {
 
 class TextSchedule:
     """The walks of every model that reads ids and writes ids: prefill, then decode one at a time, in the one stream main."""
+
+    default_options: Mapping[str, Any] = MappingProxyType({})
 
     def walks(self) -> Mapping[str, Walk]:
         return WALKS

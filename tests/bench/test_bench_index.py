@@ -53,7 +53,7 @@ def test_a_row_is_judged_by_its_ratio_or_by_itself() -> None:
     assert not Row.of("r", [3.1], [2.0], target=1.5, unit="us").ok
     assert not Row.of("r", [3.0], target=2.0, unit="us").ok
     assert Row.of("r", [3.0], [2.0], target=1.15, unit="tok/s", higher_is_better=True).ok
-    assert Row.of("r", [3.0], target=None, unit="us").ok
+    assert Row.of("r", [3.0], target=None, unit="us").ok is None
 
 
 def test_the_sides_take_turns_in_going_first() -> None:

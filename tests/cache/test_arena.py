@@ -145,6 +145,15 @@ def test_the_listener_hears_once_a_call_of_pages_between_one_and_two_owners() ->
     assert heard.calls == [("shared", [1, 2, 3]), ("unshared", [2]), ("unshared", [1])]
 
 
+def test_the_listener_is_not_told_of_pages_it_adopts() -> None:
+    arena, heard = PageArena(4), Heard()
+    arena.attach(heard)
+    pages = arena.acquire(2) or []
+    arena.adopt(pages)
+    assert heard.calls == []
+    assert ([arena.owners(page) for page in pages], arena.any_sealed(pages[:1]), arena.owner_changes) == ([2, 2], True, 1)
+
+
 def test_released_pages_are_free_when_the_listener_hears() -> None:
     arena = PageArena(4)
     seen: list[tuple[int, int]] = []

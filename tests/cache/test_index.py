@@ -217,6 +217,8 @@ def test_k6_8_an_old_key_does_not_survive_recycling() -> None:
     assert index.lookup(ROOT, names("b")) == [page]
     assert index.key_of(page) == b"b"
     index.check()
+    index.evict(1)
+    assert (index.key_of(page), index.root_of(page), index.stamps[page]) == (None, None, 0)
 
 
 def test_k7_1_the_deepest_page_goes_first() -> None:
@@ -549,6 +551,7 @@ class NaiveIndex:
         self.held = held
         self.page_of: dict[tuple[bytes, bytes], int] = {}
         self.parent: dict[int, int | None] = {}
+        self.position: dict[int, int] = {}
         self.last_use: dict[int, int] = {}
         self.clock = 0
 
@@ -570,6 +573,7 @@ class NaiveIndex:
                 self.clock += 1
                 self.page_of[root, key] = page
                 self.parent[page] = parent if parent is not None and self.held[parent] else None
+                self.position[page] = 0 if parent is None else self.position[parent] + 1
                 self.last_use[page] = self.clock
             parent = self.page_of[root, key]
             winners.append(parent)
@@ -679,6 +683,7 @@ class Twins:
         assert len(heap_of(self.index)) <= len(self.index)
         for page, parent in self.naive.parent.items():
             assert self.index.parent_of(page) == parent
+            assert self.index.position_of(page) == self.naive.position[page]
             assert self.arena.owners(page) == self.held[page] + 1
 
 

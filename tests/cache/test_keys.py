@@ -327,6 +327,15 @@ def test_the_memo_forgets_the_least_recently_used_tail_first() -> None:
     assert memo.hashed_pages == hashed + 10
 
 
+def test_an_emptied_memo_counts_no_bytes() -> None:
+    memo = KeyMemo(page_size=4)
+    for tail in range(30):
+        memo.chain([*range(tail * 3), *[tail] * 9])
+    memo.max_bytes = 0
+    memo.chain([1])
+    assert (memo.num_bytes, repr(memo)) == (0, "KeyMemo(0 runs, 0 of 0 bytes)")
+
+
 def test_the_memo_counts_the_bytes_it_holds() -> None:
     rng = random.Random(5)
     tracemalloc.start()

@@ -486,3 +486,11 @@ def test_a_bare_engine_records_nothing_and_says_how_to(tracer):
     assert engine.recorder is None
     with pytest.raises(InputError, match="record=True"):
         _ = engine.events
+
+
+def test_a_models_default_options_hold_where_the_client_says_nothing(tracer):
+    engine = tracer(page_size=4)
+    engine.model.default_options = {"max_tokens": 3, "temperature": 0.5}
+    silent, explicit = engine.submit(PROMPT), engine.submit(PROMPT, max_tokens=2, temperature=0)
+    options = [handle.result().request.options for handle in (silent, explicit)]
+    assert [(o.max_tokens, o.sampling.temperature) for o in options] == [(3, 0.5), (2, 0)]

@@ -357,3 +357,44 @@ def test_a_removed_request_is_unknown():
 
 def test_no_rows_give_no_tokens():
     assert sampler().sample([], []) == []
+
+
+# -- only some ids
+
+
+def test_only_allowed_ids_are_chosen_greedy_and_drawn():
+    def allowed(ids):
+        return [range(4, 6), range(20, 21)] if len(ids) % 2 else [range(9, 10)]
+
+    s = sampler(greedy={"allowed": allowed}, hot={"allowed": allowed, "temperature": 50.0})
+    logits = torch.linspace(1.0, 2.0, VOCAB)
+    assert tokens(s, "greedy", logits, 4) == [9, 20, 9, 20]
+    drawn = tokens(s, "hot", logits, 60)
+    assert set(drawn[::2]) == {9}
+    assert set(drawn[1::2]) == {4, 5, 20}
+
+
+def test_allowed_sees_every_id_generated_so_far():
+    seen = []
+
+    def allowed(ids):
+        seen.append(list(ids))
+        return [range(VOCAB)]
+
+    s = sampler(a={"allowed": allowed})
+    chosen = tokens(s, "a", torch.linspace(1.0, 2.0, VOCAB), 3)
+    assert seen == [[], chosen[:1], chosen[:2]]
+
+
+@pytest.mark.parametrize("ranges", [[], [range(0)], [range(-1, 3)], [range(38, 41)], [range(0, 8, 2)]])
+def test_a_range_that_is_none_ends_its_own_request(ranges):
+    s = sampler(a={"allowed": lambda ids: ranges}, b={})
+    logits = torch.linspace(1.0, 2.0, VOCAB)
+    failed, fine = s.sample(["a", "b"], [logits, logits])
+    assert "allowed() gave no ids to choose from" in str(failed)
+    assert fine.token == VOCAB - 1
+
+
+def test_allowed_must_be_a_function():
+    with pytest.raises(InputError, match="allowed is 3; it must be None or a function of ids"):
+        SamplingParams(allowed=3)

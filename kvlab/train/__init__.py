@@ -1,0 +1,1 @@
+"""Scripts that made the checkpoints kvlab ships."""

@@ -1,0 +1,1 @@
+"""Orpheus in small."""

@@ -1,0 +1,160 @@
+"""Phrases of a small English, and espeak-ng to say them. Which phrases are held out is a property of their text alone."""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+import subprocess
+import wave
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.errors import LoadError, missing_extra
+
+SAMPLE_RATE = 24_000
+FRAME_SAMPLES = 2048
+ESPEAK_RATE = 22_050
+
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+COLOURS = ("red", "green", "blue", "yellow", "white")
+SHAPES = ("circle", "square", "star")
+RELATIONS = ("above", "below", "left of")
+GLUE = ("the", "is", "and")
+
+#: Orpheus' name of each voice -> espeak-ng's voice, its pitch and its speed in words a minute.
+VOICES = {"tara": ("en-us+f2", 55, 175), "leo": ("en-us+m1", 45, 175), "zoe": ("en-us+f5", 60, 175)}
+
+_SILENCE = 0.01  # of the peak
+_PEAK = 0.7
+_HELD_OUT_OF_256 = 26
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """One line to be said: by whom, how high, how fast, and after how much silence."""
+
+    voice: str
+    text: str
+    pitch: int
+    words_a_minute: int
+    lead_samples: int = 0
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.voice}: {self.text}"
+
+
+def words() -> list[str]:
+    """Return every word a phrase can have.
+
+    >>> len(words())
+    27
+    """
+    plurals = [f"{shape}s" for shape in SHAPES]
+    relations = [word for relation in RELATIONS for word in relation.split()]
+    return sorted({*NUMBERS, *COLOURS, *SHAPES, *plurals, *relations, *GLUE})
+
+
+def is_held_out(text: str) -> bool:
+    """True for the tenth of all texts that no training ever sees, whatever the voice and the seed.
+
+    >>> is_held_out("three green stars and one red square") is is_held_out("three green stars and one red square")
+    True
+    """
+    return blake2b(text.encode("utf-8"), digest_size=1).digest()[0] < _HELD_OUT_OF_256
+
+
+def phrases(count: int, *, seed: int, held_out: bool = False) -> list[Phrase]:
+    """Return ``count`` phrases, the same for the same seed; voices take turns.
+
+    >>> first, second = phrases(2, seed=0)
+    >>> first.voice, second.voice
+    ('tara', 'leo')
+    """
+    stream = _texts(random.Random(f"{seed} texts"), held_out)
+    vary = random.Random(f"{seed} voices")
+    voices = list(VOICES)
+    return [_say_somehow(voices[i % len(voices)], next(stream), vary) for i in range(count)]
+
+
+def _texts(draw: random.Random, held_out: bool) -> Iterator[str]:
+    while True:
+        text = _text(draw)
+        if is_held_out(text) == held_out:
+            yield text
+
+
+def _text(draw: random.Random) -> str:
+    form = draw.random()
+    if form < 0.2:
+        return " ".join(draw.choice(NUMBERS) for _ in range(draw.randint(3, 5)))
+    if form < 0.4:
+        return _count(draw)
+    if form < 0.6:
+        return f"{_count(draw)} and {_count(draw)}"
+    other = _count(draw) if form < 0.8 else _thing(draw)
+    return f"{_thing(draw)} is {draw.choice(RELATIONS)} {other}"
+
+
+def _thing(draw: random.Random) -> str:
+    return f"the {draw.choice(COLOURS)} {draw.choice(SHAPES)}"
+
+
+def _count(draw: random.Random) -> str:
+    number = draw.choice(NUMBERS)
+    plural = "" if number == "one" else "s"
+    return f"{number} {draw.choice(COLOURS)} {draw.choice(SHAPES)}{plural}"
+
+
+def _say_somehow(voice: str, text: str, vary: random.Random) -> Phrase:
+    _, pitch, speed = VOICES[voice]
+    return Phrase(voice, text, pitch + vary.randint(-4, 4), speed + vary.randint(-8, 8), vary.randint(0, SAMPLE_RATE // 20))
+
+
+# -- sound -------------------------------------------------------------------------------------------------------------
+
+
+def speak(phrase: Phrase) -> NDArray[np.float32]:
+    """Return the phrase as espeak-ng says it: 24 kHz, mono, between -1 and 1, no silence but the lead and a short tail.
+
+    Raises:
+        LoadError: espeak-ng is not installed, or said nothing.
+    """
+    if shutil.which("espeak-ng") is None:
+        raise LoadError(
+            "espeak-ng says the phrases and is not on the path; install it (apt-get install espeak-ng) and try again"
+        )
+    name = VOICES[phrase.voice][0]
+    command = ["espeak-ng", "-v", name, "-p", str(phrase.pitch), "-s", str(phrase.words_a_minute), "--stdout", phrase.text]
+    spoken = subprocess.run(command, capture_output=True, check=True).stdout
+    return _place(resample(_read_wave(spoken), ESPEAK_RATE, SAMPLE_RATE), phrase.lead_samples)
+
+
+def _read_wave(content: bytes) -> NDArray[np.float32]:
+    with wave.open(io.BytesIO(content)) as file:
+        frames = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
+    return frames.astype(np.float32) / 32768
+
+
+def _place(sound: NDArray[np.float32], lead_samples: int) -> NDArray[np.float32]:
+    peak = float(np.abs(sound).max(initial=0.0))
+    if peak == 0.0:
+        raise LoadError("espeak-ng said nothing; check that its voices are installed")
+    heard = np.flatnonzero(np.abs(sound) > _SILENCE * peak)
+    kept = sound[heard[0] : heard[-1] + 1] * (_PEAK / peak)
+    return np.pad(kept, (lead_samples, SAMPLE_RATE // 25)).astype(np.float32)
+
+
+def resample(sound: NDArray[np.float32], from_hz: int, to_hz: int) -> NDArray[np.float32]:
+    """Return the sound at another rate."""
+    try:
+        from scipy.signal import resample_poly
+    except ImportError as missing:
+        raise missing_extra("scipy", "audio", "to resample speech") from missing
+    divisor = int(np.gcd(from_hz, to_hz))
+    return np.asarray(resample_poly(sound, to_hz // divisor, from_hz // divisor), dtype=np.float32)

@@ -1,0 +1,94 @@
+"""The stages from nothing to a checkpoint, each kept in the work folder and skipped when it is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from kvlab.progress import progress
+from kvlab.train import loop
+from kvlab.train.orpheus import codec, corpus, speech
+from kvlab.train.orpheus.vocabulary import make_tokenizer, prompt_ids
+
+CHUNK = 500
+NUM_UNSEEN = 24
+UNSEEN_SEED = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything. The same plan gives the same checkpoint, however often the run was killed."""
+
+    work: Path
+    codec_phrases: int = 400
+    codec_steps: int = 1800
+    speech_phrases: int = 4000
+    speech_steps: int = 3000
+    seed: int = 0
+
+
+def _kept(path: Path, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Return what ``path`` holds, made first where it is missing."""
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(make(), path.with_suffix(".partial"))
+        os.replace(path.with_suffix(".partial"), path)
+    kept: list[Tensor] = torch.load(path, weights_only=True)
+    return kept
+
+
+def recordings(plan: Plan) -> list[Tensor]:
+    """Return the recordings the codec learns from."""
+
+    def make() -> list[Tensor]:
+        said = corpus.phrases(plan.codec_phrases, seed=plan.seed)
+        return [torch.from_numpy(corpus.speak(phrase)) for phrase in progress(said, "recording")]
+
+    return _kept(plan.work / "recordings.pt", make)
+
+
+def train_codec(plan: Plan) -> nn.Module:
+    """Return the trained codec."""
+    task = codec.CodecTask(recordings(plan), num_steps=plan.codec_steps, seed=plan.seed)
+    loop.train(task, plan.work / "codec.pt", num_steps=plan.codec_steps, seed=plan.seed)
+    return task.net.eval().requires_grad_(False)
+
+
+def lines(plan: Plan, net: nn.Module) -> tuple[list[speech.Line], list[speech.Line]]:
+    """Return the lines the speech model learns from, and a few of held-out phrases to watch it by."""
+    seen = corpus.phrases(plan.speech_phrases, seed=plan.seed)
+    unseen = corpus.phrases(NUM_UNSEEN, seed=UNSEEN_SEED, held_out=True)
+    codes: list[Tensor] = []
+    for start in range(0, len(seen), CHUNK):
+        codes += _codes(net, seen[start : start + CHUNK], plan.work / f"codes-{start}.pt")
+    unseen_codes = _codes(net, unseen, plan.work / "codes-unseen.pt")
+    return _lines(seen, codes), _lines(unseen, unseen_codes)
+
+
+def _codes(net: nn.Module, phrases: Sequence[corpus.Phrase], path: Path) -> list[Tensor]:
+    def make() -> list[Tensor]:
+        said = progress(phrases, "recording and encoding")
+        return [codec.encode(net, torch.from_numpy(corpus.speak(phrase))) for phrase in said]
+
+    return _kept(path, make)
+
+
+def _lines(phrases: Sequence[corpus.Phrase], codes: Sequence[Tensor]) -> list[speech.Line]:
+    tokenizer = make_tokenizer()
+    asked = [prompt_ids(tokenizer, phrase.prompt) for phrase in phrases]
+    return [speech.Line(ids, frames) for ids, frames in zip(asked, codes, strict=True)]
+
+
+def train_speech(plan: Plan, net: nn.Module) -> LlamaForCausalLM:
+    """Return the speech model trained on what a codec makes of the phrases."""
+    seen, unseen = lines(plan, net)
+    task = speech.SpeechTask(seen, unseen, seed=plan.seed)
+    loop.train(task, plan.work / "speech.pt", num_steps=plan.speech_steps, seed=plan.seed)
+    return cast(LlamaForCausalLM, task.net.eval().requires_grad_(False))

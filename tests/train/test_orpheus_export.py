@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvlab.errors import LoadError
+from kvlab.models.textlm import TextConfig
+from kvlab.train.orpheus import card, codec, export, run, speech, vocabulary
+
+snac = pytest.importorskip("snac", reason="needs the extra audio")
+
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16,
+}  # fmt: skip
+CODEC: dict[str, Any] = {**codec.CONFIG, "encoder_dim": 2, "decoder_dim": 32, "codebook_size": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("orpheus") / "tiny"
+    export.write(folder, speech.build(SHAPE), codec.build(CODEC), CODEC)
+    return folder
+
+
+def test_the_folder_holds_what_it_promises(folder: Path) -> None:
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    assert names == [
+        "config.json", "generation_config.json", "model.safetensors", "snac/config.json", "snac/model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+
+
+def test_weights_are_bfloat16_and_tied_ones_stand_once(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert "model.embed_tokens.weight" in tensors
+    assert "lm_head.weight" not in tensors
+
+
+def test_transformers_loads_network_tokenizer_and_sampling(folder: Path) -> None:
+    net, tokenizer, _ = export.read(folder)
+    ids = vocabulary.prompt_ids(tokenizer, "tara: one")
+    assert ids == vocabulary.prompt_ids(vocabulary.make_tokenizer(), "tara: one")
+    assert net(torch.tensor([ids])).logits.shape == (1, len(ids), vocabulary.VOCAB_SIZE)
+    settings = net.generation_config
+    assert (settings.temperature, settings.top_p, settings.repetition_penalty, settings.eos_token_id) == (0.6, 0.8, 1.3, 258)
+
+
+def test_snac_itself_loads_the_codec_strictly(folder: Path) -> None:
+    net = snac.SNAC.from_config(folder / "snac" / "config.json")
+    net.load_state_dict(load_file(folder / "snac" / "model.safetensors"))
+
+
+def test_kvlab_reads_the_config(folder: Path) -> None:
+    config = TextConfig.from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    assert (config.vocab_size, config.tied) == (vocabulary.VOCAB_SIZE, True)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.factor == 32.0
+
+
+def test_another_folder_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"has no config.json, model.safetensors, .*snac/model.safetensors"):
+        export.read(tmp_path)
+
+
+def test_the_readme_tells_what_was_measured_and_what_was_not(tmp_path: Path) -> None:
+    found = {
+        "phrases": 60, "words": 300, "original": None, "codec": 0.125, "synthesised": 0.25,
+        "synthesised_by_voice": {"tara": 0.2}, "synthesised_against_other_texts": 0.9, "ended_by_themselves": 1.0,
+    }  # fmt: skip
+    card.write(tmp_path, run.Plan(tmp_path), found, num_parameters=3_100_000)
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "not measured: espeak-ng is missing |" in text
+    assert "| 12.5% |" in text
+    assert "tara 20.0%" in text
+    assert "Apache-2.0" in text
