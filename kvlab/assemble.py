@@ -84,10 +84,10 @@ def load(
         LoadError: no such model, files that are damaged or not of a known kind, or too little memory (both numbers given).
         FetchError: weights neither here nor to be had; every place looked at is named.
     """
-    from kvlab.models.loading import load_text_model
+    from kvlab.models.loading import load_model
 
     _check_profile(profile)
-    model = load_text_model(name_or_path, dtype=dtype, device=device, max_seq_len=max_seq_len)
+    model = load_model(name_or_path, dtype=dtype, device=device, max_seq_len=max_seq_len)
     return build_engine(
         model,
         num_pages=num_pages,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,16 @@ def read_record(source: HubSource) -> dict[str, Any] | None:
     return record
 
 
-def check_or_record(source: HubSource, folder: Path) -> None:
+def check_or_record(source: HubSource, folder: Path, files: Sequence[Path] | None = None) -> None:
     """Refuse a folder whose weights are not those recorded under the name; record them the first time.
+
+    Args:
+        files: The weight files; those of a text model when None.
 
     Raises:
         LoadError: a weight file has other bytes than at the first fetch, or other files are there.
     """
-    found = {path.name: sha256_file(path) for path in weight_files(folder)}
+    found = {path.name: sha256_file(path) for path in files or weight_files(folder)}
     record = read_record(source)
     if record is None:
         revision = folder.name if folder.parent.name == "snapshots" else None  # a snapshot's folder is named after its commit
@@ -112,7 +115,7 @@ def hub_cache_folder(source: HubSource) -> Path:
     return Path(constants.HF_HUB_CACHE) / f"models--{source.repo.replace('/', '--')}"
 
 
-def cached_folder(source: HubSource) -> Path | None:
+def cached_folder(source: HubSource, is_complete: Callable[[Path], bool] = is_complete) -> Path | None:
     """Return the complete snapshot in the hub's cache, None where there is none. Asks no network."""
     wanted = _wanted_revision(source) or "main"
     base = hub_cache_folder(source)
@@ -155,6 +158,25 @@ def fetch_hub(source: HubSource, say: Say) -> Path:
     except Exception as e:  # the client lets errors of its HTTP library through as they are
         raise FetchError(_why(e, source)) from None  # the cause's text may quote request headers
     return Path(folder)
+
+
+def fetch_files(source: HubSource, files: Sequence[str], say: Say) -> Path:
+    """Download some files of a name's revision into the hub's cache; returns the snapshot's folder.
+
+    Raises:
+        FetchError: the hub refused or did not answer, or has no such file.
+    """
+    from huggingface_hub import hf_hub_download
+
+    say(f"fetching {' and '.join(files)} of {source.repo} from the Hugging Face hub ...")
+    try:
+        first, *others = files
+        folder = Path(hf_hub_download(source.repo, first, revision=_wanted_revision(source), endpoint=server())).parent
+        for file in others:  # of the same revision, even if a newer one appears meanwhile
+            hf_hub_download(source.repo, file, revision=folder.name, endpoint=server())
+    except Exception as e:  # the client lets errors of its HTTP library through as they are
+        raise FetchError(_why(e, source)) from None  # the cause's text may quote request headers
+    return folder
 
 
 def _silent_bar() -> Any:

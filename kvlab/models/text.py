@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -119,7 +120,8 @@ class TextModel(TextSchedule):
         return str(self.net.device)
 
     def rope_fields(self) -> Mapping[str, Any]:
-        return {"rope_theta": self.config.rope_theta, "rope_scaling": self.config.rope_scaling}
+        scaling = self.config.rope_scaling
+        return {"rope_theta": self.config.rope_theta, "rope_scaling": None if scaling is None else asdict(scaling)}
 
     def weights_version(self) -> Hashable:
         return weights_version(self.net)

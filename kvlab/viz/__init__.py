@@ -6,6 +6,7 @@ the same numbers.
 
 from __future__ import annotations
 
+from kvlab.viz.audio import audio_player
 from kvlab.viz.display import as_figure, mimebundle
 from kvlab.viz.explore import explore
 from kvlab.viz.hits import (
@@ -53,5 +54,6 @@ __all__ = [
     "as_svg",
     "mimebundle",
     "explore",
+    "audio_player",
     "step_player",
 ]

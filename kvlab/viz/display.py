@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,10 @@ def _figure_class() -> type:
     class Figure(go.Figure):
         """A plotly figure that remembers the panel it was drawn from until someone changes the figure."""
 
+        # Jupyter asks these before the bundle, and plotly's answers carry no SVG
+        _ipython_display_ = None
+        _repr_html_ = None
+
         def __init__(self, data: dict[str, Any], panel: Panel) -> None:
             super().__init__(data)
             self._panel, self._drawn = panel, self.to_dict()
@@ -42,7 +47,7 @@ def _figure_class() -> type:
 
         def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **options: Any) -> dict[str, Any]:
             if self.to_dict() != self._drawn:  # changed by hand: our SVG would tell another story
-                return super()._repr_mimebundle_(include, exclude, **options)
+                return {PLOTLY_MIME: json.loads(self.to_json())}
             return mimebundle(self._panel)
 
         def __repr__(self) -> str:

@@ -102,7 +102,7 @@ def test_a_block_that_is_not_causal_sees_the_prefix_and_all_of_itself() -> None:
     assert_near(paged.step({1: 80}, causal=False)[0], paged.expected(1, 10, 90, causal=False), "float32")
 
 
-@pytest.mark.parametrize("spans", [{1: 70, 2: 9, 3: 1}, {1: 1, 2: 1, 3: 1}])
+@pytest.mark.parametrize("spans", [{1: 70, 2: 9, 3: 1}, {1: 1, 2: 1, 3: 1}, {1: 1, 2: 70, 3: 1}])
 def test_a_row_gives_the_same_bits_alone_and_in_any_batch(spans: dict[int, int]) -> None:
     together, alone = Paged(), Paged()
     for rid, tokens in spans.items():

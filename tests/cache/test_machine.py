@@ -24,9 +24,9 @@ NUM_PAGES = 24
 RIDS = st.integers(0, 5)
 TRUNK = [1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4]
 PROMPTS = st.builds(
-    lambda shared, tail: [*TRUNK[:shared], *tail],
+    lambda shared, tail: [*TRUNK[:shared], *tail] or [1],
     st.sampled_from([20, 16, 12, 8, 5, 0]),
-    st.lists(st.integers(0, 1), min_size=1, max_size=5),
+    st.lists(st.integers(0, 1), max_size=5),
 )
 
 
@@ -54,6 +54,9 @@ class Truth:
 
 
 is_due = precondition(lambda self: self.calm >= 6)  # the cache must fill up before it is worth dropping
+
+has_requests = precondition(lambda self: bool(self.truths))
+is_idle = precondition(lambda self: self.in_flight is None)
 
 
 class Lifecycle(RuleBasedStateMachine):
@@ -140,22 +143,36 @@ class Lifecycle(RuleBasedStateMachine):
         self.both("ingest_request", rid, config)
         self.truths.setdefault(rid, Truth(prompt, config))
 
-    @rule(rid=RIDS)
-    def ingest_again(self, rid: int) -> None:
-        if rid in self.truths:
-            self.both("ingest_request", rid, self.truths[rid].config)
+    def one_of_them(self, data) -> int:
+        return data.draw(st.sampled_from(sorted(self.truths)))
 
     @is_due
-    @rule(rid=RIDS, free=st.booleans())
-    def reset_request(self, rid: int, free: bool) -> None:
-        self.both("reset_request", rid, free)
-        if rid in self.truths:
-            self.truths[rid] = Truth(self.truths[rid].prompt, self.truths[rid].config)
+    @has_requests
+    @rule(data=st.data(), free=st.booleans())
+    def reset_request(self, data, free: bool) -> None:
+        self.rewind(self.one_of_them(data), free)
 
-    @rule(rid=RIDS)
+    def rewind(self, rid: int, free: bool) -> None:
+        self.both("reset_request", rid, free)
+        self.truths[rid] = Truth(self.truths[rid].prompt, self.truths[rid].config)
+
+    @has_requests
+    @rule(data=st.data())
+    def remove_one(self, data) -> None:
+        self.remove(self.one_of_them(data))
+
     def remove(self, rid: int) -> None:
         self.both("remove_request", rid)
         self.truths.pop(rid, None)
+
+    @rule(rid=RIDS)
+    def name_a_stranger(self, rid: int) -> None:
+        """Ingesting twice keeps what is there; ending what is not there is nothing."""
+        if rid in self.truths:
+            self.both("ingest_request", rid, self.truths[rid].config)
+        else:
+            self.both("remove_request", rid)
+            self.both("reset_request", rid)
 
     # -- a step
 
@@ -174,13 +191,14 @@ class Lifecycle(RuleBasedStateMachine):
         self.both("apply_cached_prefix", rid, NODE, walk, inputs, agreed)
         return agreed["main"].slots
 
-    @rule(rid=RIDS, walk=st.sampled_from(["prefill", "image"]), keep=st.sampled_from([None, 0.5, 1.0]))
-    def only_probe(self, rid: int, walk: str, keep: float | None) -> None:
-        if rid in self.truths:
-            self.truths[rid].is_plain &= not self.truths[rid].digests and walk == "prefill"
-            self.probe(rid, walk, keep)
+    @has_requests
+    @rule(data=st.data(), walk=st.sampled_from(["prefill"] * 3 + ["image"]), keep=st.sampled_from([None, 0.5, 1.0]))
+    def only_probe(self, data, walk: str, keep: float | None) -> None:
+        rid = self.one_of_them(data)
+        self.truths[rid].is_plain &= not self.truths[rid].digests and walk == "prefill"
+        self.probe(rid, walk, keep)
 
-    @precondition(lambda self: self.in_flight is None)
+    @is_idle
     @rule(rid=RIDS, prompt=PROMPTS, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6), leaves=st.booleans())
     def serve(self, rid: int, prompt: list[int], tokens: list[int], leaves: bool) -> None:
         """Take one request as far as the pool lets it go."""
@@ -195,8 +213,20 @@ class Lifecycle(RuleBasedStateMachine):
         if leaves:
             self.remove(rid)
 
-    @precondition(lambda self: self.in_flight is None)
-    @rule(walk=st.sampled_from(["prefill"] * 4 + ["decode"] * 4 + ["image"]), data=st.data())
+    @is_idle
+    @rule(prompts=st.lists(PROMPTS, min_size=2, max_size=2), share=st.sampled_from([None, 0.5, 1.0, 1.0]), again=st.booleans())
+    def crowd(self, prompts: list[list[int]], share: float | None, again: bool) -> None:
+        """Two strangers arrive and are prefilled in one step, perhaps with one prompt; refused, they try again."""
+        rids = [rid for rid in range(6, 10) if rid not in self.truths][:2]
+        for rid, prompt in zip(rids, prompts, strict=False):
+            self.ingest(rid, prompts[0] if again else prompt, 1, "", 0, True)
+        for _ in range(2):
+            if len(rids) == 2 and self.in_flight is None:
+                self.start("prefill", rids, [share, 1.0], [1.0, 1.0])
+
+    @is_idle
+    @has_requests
+    @rule(walk=st.sampled_from(["prefill"] * 2 + ["decode"] * 3 + ["image"]), data=st.data())
     def admit(self, walk: str, data) -> None:
         if not self.walks and walk == "image":
             return  # without declarations nobody can tell that the keys do not describe a picture
@@ -269,13 +299,16 @@ class Lifecycle(RuleBasedStateMachine):
         self.in_flight = None
         self.both("abort", step, ctx)
 
-    @rule(rid=RIDS)
+    @has_requests
+    @rule(data=st.data())
+    def extend_one(self, data) -> None:
+        self.extend(self.one_of_them(data))
+
     def extend(self, rid: int) -> None:
-        truth = self.truths.get(rid)
-        if truth is not None:
-            ids = truth.generated[truth.num_read :]
-            truth.num_read = len(truth.generated)
-            self.both("extend_prefix_chain", rid, NODE, "decode", {"tokens": [ids]})
+        truth = self.truths[rid]
+        ids = truth.generated[truth.num_read :]
+        truth.num_read = len(truth.generated)
+        self.both("extend_prefix_chain", rid, NODE, "decode", {"tokens": [ids]})
 
     # -- after each
 
@@ -330,7 +363,7 @@ class Lifecycle(RuleBasedStateMachine):
 TestLifecycle = Lifecycle.TestCase
 TestLifecycle.settings = settings(
     deadline=None,
-    max_examples=int(os.environ.get("KVLAB_MACHINE_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("KVLAB_MACHINE_EXAMPLES", "120")),
     stateful_step_count=80,
     derandomize=True,
     database=None,

@@ -11,13 +11,15 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import tiny_orpheus
 from huggingface_hub import constants
 from tiny_checkpoints import write_folder
 
 from kvlab.errors import FetchError, LoadError
 from kvlab.models import hub, registry
 from kvlab.models.hub import parse_hub_name, record_path
-from kvlab.models.loading import load_text_model
+from kvlab.models.loading import load_model, load_text_model
+from kvlab.models.orpheus.loading import CODEC
 
 TOKEN = "hf_" + "s3cret" * 5
 NAME = "org/tiny"
@@ -77,6 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
             value = listed if parts[4] == "tree" else {"id": NAME, "sha": commit, "siblings": listed, "private": False}
             return 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
         commit, file = parts[3], parts[4]  # org/tiny/resolve/COMMIT/FILE
+        commit = fake.newest if commit == "main" else commit
         body = fake.revisions[commit][file]
         if with_body:
             fake.downloads.append(file)
@@ -236,3 +239,50 @@ def test_a_damaged_record_says_how_to_begin_anew(server: Hub) -> None:
 @pytest.mark.parametrize("text", ["name", "a/b/c", "a/b@", "/a", "a/", "a b/c", "a/b@c d"])
 def test_what_is_no_hub_name_is_not_taken_for_one(text: str) -> None:
     assert parse_hub_name(text) is None
+
+
+# -- the codec of a speech model ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def speech(own_cache: Path, tmp_path: Path) -> Path:
+    """A speech checkpoint without a codec of its own."""
+    pytest.importorskip("snac")
+    return tiny_orpheus.write_folder(tmp_path / "speech", with_codec=False)
+
+
+def test_a_codec_that_is_not_here_is_fetched_once_and_recorded(server: Hub, speech: Path, tmp_path: Path) -> None:
+    tiny_orpheus.write_codec(tmp_path / "codec")
+    server.publish("c" * 40, tmp_path / "codec")
+    said: list[str] = []
+    assert load_model(speech, device="cpu", say=said.append).codec.frame_samples == 2048
+    assert said == ["fetching config.json and pytorch_model.bin of hubertsiuzdak/snac_24khz from the Hugging Face hub ..."]
+    assert server.downloads == ["config.json", "pytorch_model.bin"]
+    server.refusal = (500, "Down")
+    assert load_model(speech, device="cpu").codec.frame_samples == 2048
+    record = hub.read_record(hub.HubSource(CODEC, CODEC))
+    assert record is not None
+    assert (record["revision"], list(record["files"])) == ("c" * 40, ["pytorch_model.bin"])
+
+
+def test_a_codec_with_other_bytes_than_at_its_first_fetch_is_refused(server: Hub, speech: Path, tmp_path: Path) -> None:
+    tiny_orpheus.write_codec(tmp_path / "codec")
+    server.publish("c" * 40, tmp_path / "codec")
+    load_model(speech, device="cpu")
+    weights = next((tmp_path / "hf").rglob("pytorch_model.bin")).resolve()
+    weights.write_bytes(weights.read_bytes() + b"x")
+    with pytest.raises(LoadError, match=r"pytorch_model.bin differ \(SHA-256\)"):
+        load_model(speech, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["canopylabs/orpheus-3b-0.1-ft", "the codec"])
+def test_gated_speech_weights_name_the_page_the_licence_and_the_local_path(server: Hub, speech: Path, name: str) -> None:
+    server.refusal = (403, "GatedRepo")
+    with pytest.raises(FetchError) as raised:
+        load_model(speech if name == "the codec" else name, device="cpu")
+    said = str(raised.value)
+    repo = CODEC if name == "the codec" else name
+    assert f"open the model page {hub.server()}/{repo}" in said
+    assert "accept its licence" in said
+    assert "load it by its path" in said
+    assert TOKEN not in said

@@ -61,6 +61,24 @@ def test_a_figure_shows_itself_with_an_svg() -> None:
     assert repr(figure) == "Figure('4 of 63 pages are in use by several requests (2 in all)')"
 
 
+def test_jupyter_shows_the_bundle_and_nothing_else() -> None:
+    """The front end asks several methods in turn; plotly's own come first and would leave the SVG out."""
+    pytest.importorskip("plotly")
+    formatters = pytest.importorskip("IPython.core.formatters")
+    figure = as_figure(page_map_panel(three_sharers()))
+    data, _ = formatters.DisplayFormatter().format(figure)
+    assert data == figure._repr_mimebundle_()
+
+
+def test_jupyter_shows_a_figure_changed_by_hand() -> None:
+    pytest.importorskip("plotly")
+    formatters = pytest.importorskip("IPython.core.formatters")
+    figure = as_figure(page_map_panel(three_sharers()))
+    figure.update_layout(title_text="mine")
+    data, _ = formatters.DisplayFormatter().format(figure)
+    assert "mine" in json.dumps(data)
+
+
 def test_a_figure_changed_by_hand_does_not_show_the_old_svg() -> None:
     pytest.importorskip("plotly")
     figure = as_figure(page_map_panel(three_sharers()))

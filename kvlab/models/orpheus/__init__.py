@@ -1,0 +1,1 @@
+"""Orpheus: a Llama that writes the codes of an audio codec, and the codec that makes sound of them."""

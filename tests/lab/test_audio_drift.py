@@ -1,0 +1,66 @@
+"""Drift of sound: tokens first, then samples, beside the noise floor; and clicks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlab.errors import InputError
+from kvlab.lab.audio import compare_samples, compare_speech, find_clicks, first_difference
+
+
+def speech(ids: list[int], samples: Any) -> Any:
+    return SimpleNamespace(generation=SimpleNamespace(ids=tuple(ids)), samples=np.asarray(samples))
+
+
+def test_equal_speech_is_equal_in_tokens_and_samples():
+    one = speech([1, 2, 3], np.arange(100, dtype=np.int16))
+    found = compare_speech(one, one)
+    assert (found.first_difference, found.samples.is_equal, found.samples.snr_db) == (None, True, None)
+    assert found.verdict == "all 3 tokens are equal; all 100 samples are equal"
+
+
+def test_tokens_come_before_samples_and_the_floor_stands_beside():
+    one, other = speech([1, 2, 3, 4], np.zeros(10, np.int16)), speech([1, 2, 9, 4], np.full(10, 3277, np.int16))
+    floor = (np.zeros(5, np.int16), np.full(5, 33, np.int16))
+    found = compare_speech(one, other, noise_pair=floor)
+    assert (found.first_difference, found.equal_tokens, found.num_tokens) == (2, 3, 4)
+    assert found.verdict == (
+        "tokens differ from index 2 on (3 of 4 are equal); samples differ by up to 0.1 of full scale (rms 0.1); "
+        "noise alone makes up to 0.001 (rms 0.001)"
+    )
+
+
+def test_lengths_that_differ_are_no_equality():
+    assert not compare_samples([0.0, 0.5], [0.0]).is_equal
+    assert compare_samples([0.0, 0.5], [0.0]).extra_samples == 1
+    assert first_difference([1, 2], [1]) == 1
+
+
+def test_snr_is_that_of_the_first_signal_to_the_difference():
+    signal = np.sin(np.arange(1000) / 9)
+    assert compare_samples(signal, signal * 0.9).snr_db == pytest.approx(20.0)
+
+
+def test_a_smooth_signal_has_no_clicks_and_speech_like_noise_has_none():
+    noise = np.random.default_rng(0).normal(size=24000) * 0.1
+    assert find_clicks(np.sin(np.arange(5000) / 20)) == []
+    assert find_clicks(noise) == []
+    assert find_clicks(np.zeros(100)) == find_clicks([]) == []
+
+
+@pytest.mark.parametrize("place", [1, 300, 1999])
+def test_a_jump_is_found_where_it_is(place):
+    signal = np.sin(np.arange(2000) / 50) * 0.5
+    signal[place:] += 0.2
+    assert find_clicks(signal) == [place]
+
+
+def test_signals_that_are_none_are_refused():
+    with pytest.raises(InputError, match=r"shape \[2, 3\]; give one channel"):
+        compare_samples(np.zeros((2, 3)), np.zeros(3))
+    with pytest.raises(InputError, match="1 of 3 samples are NaN"):
+        find_clicks([0.0, float("nan"), 0.0])
