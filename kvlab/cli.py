@@ -18,7 +18,11 @@ from kvlab import __version__
 from kvlab.errors import KvlabError
 
 #: What `kvlab bench` can measure: name -> "module:function", called without arguments, gives {"rows": ..., "machine": ...}.
-BENCHES = {"index": "kvlab.bench.index:run", "engine": "kvlab.bench.engine:run"}
+BENCHES = {
+    "index": "kvlab.bench.index:run",
+    "engine": "kvlab.bench.engine:run",
+    "orpheus": "kvlab.bench.orpheus:run",
+}
 
 plain = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": False, "pretty_exceptions_enable": False}
 app = typer.Typer(help="What happens when requests share the KV pages of a common prefix?", **plain)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvlab.errors import InputError
+from kvlab.errors import InputError, StallError
 from kvlab.shipped import prompt as shipped_prompt
 from kvlab.spec import Prompt, PromptProcessor, chat
 
@@ -119,7 +119,6 @@ def _play(model: TextModel, num_pages: int, page_size: int, max_tokens: int, con
     from kvlab.lab import studies
 
     ask = _ask_for(model.processor)
-    harbour = shipped_prompt("harbour")
     with ExitStack() as stack:
         on, off = (
             stack.enter_context(build_engine(model, num_pages=num_pages, page_size=page_size, prefix_cache=cache))
@@ -129,14 +128,13 @@ def _play(model: TextModel, num_pages: int, page_size: int, max_tokens: int, con
         asked, hits = _requests(on, ask, max_tokens, console)
         _say(console, "The same with the cache off")
         cold = studies.replay(off, hits)
-        _say(console, f"{len(harbour['questions'])} questions side by side, on shared pages")
-        studies.side_by_side(on, harbour["system"], harbour["questions"], ask=ask, max_tokens=SIDE_BY_SIDE_TOKENS)
+        num_side_by_side = _side_by_side(on, ask, console)
         outcome = Outcome(
             model=_model_facts(on),
             num_pages=num_pages,
             page_size=page_size,
             pairs=tuple(Pair(*both, model.processor.decode) for both in zip(asked, hits, cold, strict=True)),
-            num_side_by_side=len(harbour["questions"]),
+            num_side_by_side=num_side_by_side,
             most_listed=studies.most_listed(on.events),
             ttft=tuple(_time_first_tokens(model, page_size, console)),
         )
@@ -189,6 +187,19 @@ def _requests(
     alone = ask(stranger["question"], system=stranger["system"])
     results.append(engine.generate(alone, name="stranger", **options))
     return [*questions, *talk["turns"], stranger["question"]], results
+
+
+def _side_by_side(engine: Engine, ask: Callable[..., Prompt], console: Console) -> int:
+    """Ask all questions at once, so that running requests share pages with each other; returns how many."""
+    from kvlab.lab import studies
+
+    system, questions = (shipped_prompt("harbour")[part] for part in ("system", "questions"))
+    _say(console, f"{len(questions)} questions side by side, on shared pages")
+    try:
+        studies.side_by_side(engine, system, questions, ask=ask, max_tokens=SIDE_BY_SIDE_TOKENS)
+    except StallError as error:  # what was measured before stands
+        _say(console, f"not all of them fit into the pool: {error}")
+    return len(questions)
 
 
 def _time_first_tokens(model: TextModel, page_size: int, console: Console) -> list[TtftRow]:

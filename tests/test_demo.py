@@ -218,6 +218,15 @@ def test_a_setting_that_cannot_be_is_refused(model: Path, tmp_path: Path, wrong:
     assert not (tmp_path / "r.html").exists()
 
 
+def test_a_pool_that_holds_no_two_questions_at_once_still_ends_in_a_report(model: Path, tmp_path: Path) -> None:
+    printed = io.StringIO()
+    demo.run(
+        model=str(model), out=tmp_path / "r.html", console=Console(file=printed), **POOL | {"num_pages": 57, "max_tokens": 4}
+    )
+    assert "not all of them fit into the pool: all 2 running requests wait for pages" in " ".join(printed.getvalue().split())
+    assert (tmp_path / "r.html").exists()
+
+
 @pytest.mark.parametrize(("out", "message"), [(".", "is a folder"), ("no/such/r.html", "no folder to write in")])
 def test_a_place_that_cannot_take_the_report_is_refused_before_anything_is_loaded(
     tmp_path: Path, out: str, message: str

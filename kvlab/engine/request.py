@@ -167,12 +167,10 @@ class MissTable(Sequence[Miss]):
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{html.escape(m.label)}</td><td>{m.start}-{m.stop}</td><td>{m.cause}</td>"
-            f"<td>{html.escape(m.evidence)}</td></tr>"
-            for m in self._rows[:100]
+            f"<tr>{''.join(map(_cell, (m.label, f'{m.start}-{m.stop}', m.cause, m.evidence)))}</tr>" for m in self._rows[:100]
         )
         more = f"<tr><td colspan=4>and {len(self._rows) - 100} more</td></tr>" if len(self._rows) > 100 else ""
-        head = "<tr><th>label</th><th>prompt tokens</th><th>cause</th><th>evidence</th></tr>"
+        head = f"<tr>{''.join(_cell(name, 'th') for name in ('label', 'prompt tokens', 'cause', 'evidence'))}</tr>"
         return f"<table>{head}{rows}{more}</table>"
 
     def to_dicts(self) -> list[dict[str, Any]]:
@@ -180,6 +178,10 @@ class MissTable(Sequence[Miss]):
         return [
             {"label": m.label, "start": m.start, "stop": m.stop, "cause": m.cause, "evidence": m.evidence} for m in self._rows
         ]
+
+
+def _cell(text: str, tag: str = "td") -> str:
+    return f'<{tag} style="text-align:left">{html.escape(text)}</{tag}>'  # notebooks align cells right when not told
 
 
 @dataclass(frozen=True)

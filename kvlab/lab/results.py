@@ -137,7 +137,11 @@ class Table:
 
     def _repr_html_(self) -> str:
         columns = slice(MAX_COLUMNS_SHOWN)
-        head = "".join(f'<th scope="col">{_escape(c)}</th>' for c in self.columns[columns])
+        sides = [_side(*(row[i] for row in self.rows[:MAX_ROWS_SHOWN])) for i in range(len(self.columns))]
+        head = "".join(
+            f'<th scope="col" style="text-align:{side}">{_escape(c)}</th>'
+            for c, side in zip(self.columns[columns], sides, strict=False)
+        )
         body = "".join(f"<tr>{''.join(map(_cell, row[columns]))}</tr>" for row in self.rows[:MAX_ROWS_SHOWN])
         for total, most, what in ((len(self.rows), MAX_ROWS_SHOWN, "rows"), (len(self.columns), MAX_COLUMNS_SHOWN, "columns")):
             if total > most:
@@ -202,5 +206,10 @@ def _escape(text: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    align = ' style="text-align:right"' if isinstance(value, int | float) and not isinstance(value, bool) else ""
-    return f"<td{align}>{html.escape(show_value(value))}</td>"
+    return f'<td style="text-align:{_side(value)}">{html.escape(show_value(value))}</td>'
+
+
+def _side(*values: Any) -> str:
+    """Numbers align right, everything else left; said for each cell, since notebooks align all of them right."""
+    given = [value for value in values if value is not None]
+    return "right" if all(isinstance(v, int | float) and not isinstance(v, bool) for v in given) else "left"

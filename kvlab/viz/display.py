@@ -168,19 +168,28 @@ def _rects_trace(mark: Rects) -> dict[str, Any]:
     return {
         "type": "bar",
         "x": [(r.x0 + r.x1) / 2 for r in rects],
-        "width": [r.x1 - r.x0 for r in rects],
+        "width": _one_or_all([round(r.x1 - r.x0, 6) for r in rects]),
         "base": [r.y0 for r in rects],
         "y": [r.y1 - r.y0 for r in rects],
         "text": [_words(r.text) for r in rects],
         "textposition": "inside",
         "insidetextanchor": "middle",
         "textangle": 0,
-        "textfont": {"color": [r.style.ink for r in rects], "size": 12, "shadow": [_rim(r.style) for r in rects]},
+        "textfont": {
+            "color": _one_or_all([r.style.ink for r in rects]),
+            "size": 12,
+            "shadow": _one_or_all([_rim(r.style) for r in rects]),
+        },
         "hovertext": [_words(cut(r.note, 300)) for r in rects],
         "hovertemplate": "%{hovertext}<extra></extra>",
         "marker": _bar_marker([r.style for r in rects]),
         "showlegend": False,
     }
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    """What is the same for all is said once: a map of pages would be a third larger."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 def _rim(style: Style) -> str:
@@ -190,13 +199,18 @@ def _rim(style: Style) -> str:
 
 def _bar_marker(styles: Sequence[Style]) -> dict[str, Any]:
     marker: dict[str, Any] = {
-        "color": [s.fill for s in styles],
-        "line": {"color": [s.outline or s.fill for s in styles], "width": [s.outline_px if s.outline else 0 for s in styles]},
+        "color": _one_or_all([s.fill for s in styles]),
+        "line": {
+            "color": _one_or_all([s.outline or s.fill for s in styles]),
+            "width": _one_or_all([s.outline_px if s.outline else 0 for s in styles]),
+        },
     }
     if any(s.hatch for s in styles):
-        shapes = [s.hatch for s in styles]
-        marker["pattern"] = {"shape": shapes, "fgcolor": [s.ink for s in styles], "fgopacity": 0.4, "size": 7, "solidity": 0.2}
-        marker["pattern"]["fillmode"] = "overlay"
+        marker["pattern"] = {
+            "shape": _one_or_all([s.hatch for s in styles]),
+            "fgcolor": _one_or_all([s.ink for s in styles]),
+            "fgopacity": 0.4, "size": 7, "solidity": 0.2, "fillmode": "overlay",
+        }  # fmt: skip
     return marker
 
 

@@ -118,3 +118,10 @@ def test_request_row_reprs_are_total_and_bounded(row: RequestRow) -> None:
     bundle = row._repr_mimebundle_()
     assert set(bundle) == {"application/vnd.plotly.v1+json", "image/svg+xml", "text/plain"}
     assert bundle["text/plain"] == repr(row)
+
+
+def test_numbers_stand_right_and_words_left_whatever_the_page_does() -> None:
+    shown = Table(("n", "cause", "ms"), [(1, "evicted", 2.5), (2, "diverged", None)])._repr_html_()
+    head = [cell.partition('style="text-align:')[2].partition('"')[0] for cell in shown.split("<th")[2:]]
+    assert head == ["right", "left", "right"]
+    assert '<td style="text-align:left">evicted</td>' in shown
