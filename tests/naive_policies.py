@@ -91,22 +91,17 @@ class NaiveSLRU(Twin):
         self.max_protected = int(protected_share * num_usable)
         self.probation: list[int] = []
         self.protected: list[int] = []
-        self.arrivals: list[int] = []
 
     def enter(self, page: int) -> None:
         self.probation.append(page)
-        self.arrivals.append(page)
 
     def touched(self, pages: Sequence[int], stamp: int) -> None:
         super().touched(pages, stamp)
-        for page in pages:
-            if page in self.probation:
-                self.probation.remove(page)
-                self.protected.append(page)
+        for page in reversed(pages):
+            (self.probation if page in self.probation else self.protected).remove(page)
+            self.protected.append(page)
         while len(self.protected) > self.max_protected:
-            page = min(self.protected, key=lambda p: (self.stamps[p], -self.arrivals.index(p)))
-            self.protected.remove(page)
-            self.probation.append(page)
+            self.probation.append(self.protected.pop(0))
             self.see("demotions")
 
     def pick(self, leaves: list[int], live: set[int]) -> int:
@@ -119,7 +114,6 @@ class NaiveSLRU(Twin):
     def removed(self, page: int) -> None:
         super().removed(page)
         (self.probation if page in self.probation else self.protected).remove(page)
-        self.arrivals.remove(page)
 
 
 class NaiveARC(Twin):

@@ -44,6 +44,7 @@ class ARC:
 
     def inserted(self, pages: Sequence[int], stamp: int) -> None:
         keys, in_t2, b1, b2 = self._keys, self._in_t2, self._b1, self._b2
+        num_new = 0
         for page in pages:
             key = keys[page]
             if key in b1 or key in b2:
@@ -51,7 +52,8 @@ class ARC:
                 in_t2[page] = 1
             else:
                 in_t2[page] = 0
-                self._num_t1 += 1
+                num_new += 1
+        self._num_t1 += num_new
         self._trim()
 
     def _adapt(self, key: bytes) -> None:
@@ -84,16 +86,14 @@ class ARC:
         (self._t2 if self._in_t2[page] else self._t1).add(page)
 
     def removed(self, page: int) -> None:
-        key = self._keys[page]
+        key, b1, b2 = self._keys[page], self._b1, self._b2
+        if key in b1 or key in b2:  # it is cached, or was, under another root too
+            (b1 if key in b1 else b2).pop(key)
         if self._in_t2[page]:
-            ghosts = self._b2
-            self._b1.pop(key, None)
+            b2[key] = None
         else:
-            ghosts = self._b1
+            b1[key] = None
             self._num_t1 -= 1
-            self._b2.pop(key, None)
-        ghosts[key] = None
-        ghosts.move_to_end(key)
         self._trim()
 
     def _pop(self) -> int | None:
@@ -102,4 +102,4 @@ class ARC:
         return second.pop() if page is None else page
 
     def candidates(self) -> Generator[int, None, None]:
-        return propose(self._pop, self.became_leaf)
+        return propose(self._pop, self.became_leaf, self._num_children)

@@ -38,6 +38,7 @@ class Belady:
         self._now = 0  # number of the next request
 
     def attach(self, index: IndexView) -> None:
+        self._num_children = index.num_children
         self._stamps, self._keys = index.stamps, index.keys
         self._next_use = [0] * index.num_pages
         self._pages: dict[bytes, set[int]] = {}  # one a root
@@ -80,4 +81,4 @@ class Belady:
             del self._pages[key]
 
     def candidates(self) -> Generator[int, None, None]:
-        return propose(self._leaves.pop, self._leaves.add)
+        return propose(self._leaves.pop, self._leaves.add, self._num_children)

@@ -18,6 +18,7 @@ class FIFO:
     name = "fifo"
 
     def attach(self, index: IndexView) -> None:
+        self._num_children = index.num_children
         self._arrivals = count(1)
         self._arrived = [0] * index.num_pages
         self._leaves = RankHeap(index.num_children, self._arrived.__getitem__)
@@ -36,4 +37,4 @@ class FIFO:
         pass
 
     def candidates(self) -> Generator[int, None, None]:
-        return propose(self._leaves.pop, self._leaves.add)
+        return propose(self._leaves.pop, self._leaves.add, self._num_children)

@@ -39,53 +39,64 @@ class RankHeap:
         self._absent, self._rank_of = absent, rank_of
         self._heap: list[int] = []  # rank << 32 | page: one int an entry
         self._entries = [ELSEWHERE] * len(absent)  # by page: its entry that is not void
+        self._max_entries = 2 * len(absent)
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def add(self, page: int) -> None:
         """Enter ``page`` unless it does not belong here, or has an entry that surfaces as early."""
-        if self._absent[page]:
+        if self._absent[page] or (rank := self._rank_of(page)) < 0:
             return
-        rank = self._rank_of(page)
         entry, old = rank << _PAGE_BITS | page, self._entries[page]
-        if rank < 0 or 0 <= old <= entry:
-            return
-        self._entries[page] = entry
-        heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._entries):
-            self._heap = [entry for entry in self._entries if entry >= 0]
-            heapify(self._heap)
+        if old < 0 or entry < old:
+            self._entries[page] = entry
+            heappush(self._heap, entry)
+            if len(self._heap) > self._max_entries:
+                self._heap = [entry for entry in self._entries if entry >= 0]
+                heapify(self._heap)
 
     def pop(self) -> int | None:
         """Take out the page of the lowest rank, None if there is none; ``add`` puts it back."""
-        heap, entries, absent, rank_of = self._heap, self._entries, self._absent, self._rank_of
+        heap, entries, absent = self._heap, self._entries, self._absent
         while heap:
             entry = heap[0]
             page = entry & _PAGE_MASK
-            if entries[page] != entry:
+            if entries[page] == entry:
+                rank = ELSEWHERE if absent[page] else self._rank_of(page)
+                current = rank << _PAGE_BITS | page
+                if rank >= 0 and current != entry:
+                    entries[page] = current
+                    heapreplace(heap, current)
+                    continue
+                entries[page] = ELSEWHERE
                 heappop(heap)
-                continue
-            rank = ELSEWHERE if absent[page] else rank_of(page)
-            current = rank << _PAGE_BITS | page
-            if rank >= 0 and current != entry:
-                entries[page] = current
-                heapreplace(heap, current)
-                continue
-            heappop(heap)
-            entries[page] = ELSEWHERE
-            if rank >= 0:
-                return page
+                if rank >= 0:
+                    return page
+            else:
+                heappop(heap)
         return None
 
 
-def propose(pop: Callable[[], int | None], put_back: Callable[[int], None]) -> Generator[int, None, None]:
-    """Yield what ``pop`` takes out; at the end ``put_back`` every page, which ignores those that are gone."""
-    proposed: list[int] = []
+def propose(
+    pop: Callable[[], int | None],
+    put_back: Callable[[int], None],
+    num_children: Sequence[int],
+    take_back: Callable[[], None] | None = None,
+) -> Generator[int, None, None]:
+    """Yield what ``pop`` takes out; at the end ``put_back`` what did not go, and the last page, which may have gone.
+
+    ``take_back`` is called last, to undo what ``pop`` did besides.
+    """
+    passed_over: list[int] = []
     try:
         while (page := pop()) is not None:
-            proposed.append(page)
+            passed_over.append(page)
             yield page
+            if num_children[page] < 0:
+                passed_over.pop()
     finally:
-        for page in proposed:
+        for page in passed_over:
             put_back(page)
+        if take_back is not None:
+            take_back()

@@ -20,6 +20,7 @@ class LFU:
     name = "lfu"
 
     def attach(self, index: IndexView) -> None:
+        self._num_children = index.num_children
         self._stamps = index.stamps
         self._uses = [0] * index.num_pages
         self._leaves = RankHeap(index.num_children, self._rank)
@@ -43,4 +44,4 @@ class LFU:
         pass
 
     def candidates(self) -> Generator[int, None, None]:
-        return propose(self._leaves.pop, self._leaves.add)
+        return propose(self._leaves.pop, self._leaves.add, self._num_children)

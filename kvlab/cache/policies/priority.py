@@ -32,6 +32,7 @@ class Priority:
         self._clock, self._default = clock, default
 
     def attach(self, index: IndexView) -> None:
+        self._num_children = index.num_children
         self._stamps, self._keys = index.stamps, index.keys
         self._start_s = self._clock()
         self._priorities = [self._default] * index.num_pages
@@ -81,4 +82,4 @@ class Priority:
 
     def candidates(self) -> Generator[int, None, None]:
         self._expire()
-        return propose(self._leaves.pop, self._leaves.add)
+        return propose(self._leaves.pop, self._leaves.add, self._num_children)

@@ -60,13 +60,15 @@ class S3FIFO:
 
     def inserted(self, pages: Sequence[int], stamp: int) -> None:
         keys, ghosts, arrivals = self._keys, self._ghosts, self._arrivals
+        queued, hits, in_main = self._queued, self._hits, self._in_main
+        num_new = len(pages)
         for page in pages:
-            self._queued[page], self._hits[page] = next(arrivals), 0
-            self._in_main[page] = is_known = keys[page] in ghosts
-            if is_known:
+            queued[page], hits[page], in_main[page] = next(arrivals), 0, 0
+            if keys[page] in ghosts:
                 del ghosts[keys[page]]
-            else:
-                self._num_small += 1
+                in_main[page] = 1
+                num_new -= 1
+        self._num_small += num_new
 
     def touched(self, pages: Sequence[int], stamp: int) -> None:
         hits, in_main = self._hits, self._in_main
@@ -91,18 +93,18 @@ class S3FIFO:
         if self._in_main[page]:
             return
         self._num_small -= 1
-        key = self._keys[page]
-        self._ghosts[key] = None
-        self._ghosts.move_to_end(key)
-        if len(self._ghosts) > self._max_ghosts:
-            self._ghosts.popitem(last=False)
+        key, ghosts = self._keys[page], self._ghosts
+        ghosts[key] = None
+        ghosts.move_to_end(key)  # it may be there: another root's page of the same key
+        if len(ghosts) > self._max_ghosts:
+            ghosts.popitem(last=False)
 
     def _pop(self) -> int | None:
         while True:
-            first, second = (self._small, self._main) if self._num_small >= self._small_pages else (self._main, self._small)
-            page = first.pop()
+            is_small_full = self._num_small >= self._small_pages
+            page = (self._small if is_small_full else self._main).pop()
             if page is None:
-                page = second.pop()
+                page = (self._main if is_small_full else self._small).pop()
             if page is None or self._hits[page] <= (not self._in_main[page]):
                 return page
             self._spare(page)
@@ -118,10 +120,7 @@ class S3FIFO:
         self._main.add(page)
 
     def candidates(self) -> Generator[int, None, None]:
-        try:
-            yield from propose(self._pop, self.became_leaf)
-        finally:
-            self._take_back()
+        return propose(self._pop, self.became_leaf, self._num_children, self._take_back)
 
     def _take_back(self) -> None:
         """Nothing went since these were spared, so they were not."""

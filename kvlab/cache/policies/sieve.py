@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
 from kvlab.cache.policies.base import IndexView
-from kvlab.cache.policies.leaves import RankHeap, propose
+from kvlab.cache.policies.leaves import propose
 
-_LAP = 1 << 64
+_LAP = 1 << 48
+_PAGE_BITS = 32
+_PAGE_MASK = (1 << _PAGE_BITS) - 1
 
 
 class SIEVE:
@@ -18,7 +21,7 @@ class SIEVE:
     so an inner page keeps its mark until it is a leaf; one that became a leaf behind the hand waits for the next lap. A leaf that
     is in use is passed like one that is not there.
 
-    A page's turn is lap x 2^64 + its arrival: the turns of all leaves in order are the way of the hand.
+    A page's turn is lap x 2^48 + its arrival: the turns of all leaves in order are the way of the hand.
 
     Source:
         Zhang, Yang, Yue, Vigfusson, Rashmi: SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web Caches,
@@ -28,18 +31,23 @@ class SIEVE:
     name = "sieve"
 
     def attach(self, index: IndexView) -> None:
+        self._num_children = index.num_children
         self._arrivals = count(1)
-        self._is_marked = [0] * index.num_pages
+        self._arrived = [0] * index.num_pages
         self._turns = [0] * index.num_pages
+        self._is_marked = [0] * index.num_pages
         self._hand = 0  # turn of the page that went last
-        self._leaves = RankHeap(index.num_children, self._turns.__getitem__)
-        self._unmarked: list[int] = []
+        self._lap = 0  # its lap x 2^48
+        self._is_entered = [0] * index.num_pages
+        self._heap: list[int] = []  # turn << 32 | page: one entry a leaf, and those of leaves that got children
+        self._unmarked: list[int] = []  # by the hand since a page went
 
     def inserted(self, pages: Sequence[int], stamp: int) -> None:
-        lap = self._hand - self._hand % _LAP
+        arrived, turns, is_marked, lap = self._arrived, self._turns, self._is_marked, self._lap
         for page in pages:
-            self._turns[page] = lap + next(self._arrivals)
-            self._is_marked[page] = 0
+            arrived[page] = arrival = next(self._arrivals)
+            turns[page] = lap + arrival
+            is_marked[page] = 0
 
     def touched(self, pages: Sequence[int], stamp: int) -> None:
         is_marked = self._is_marked
@@ -47,34 +55,53 @@ class SIEVE:
             is_marked[page] = 1
 
     def became_leaf(self, page: int) -> None:
-        turn = self._turns[page]
-        if turn < self._hand:
-            turn = self._hand - self._hand % _LAP + turn % _LAP
-            self._turns[page] = turn + _LAP if turn < self._hand else turn
-        self._leaves.add(page)
+        if self._is_entered[page]:
+            return
+        turn, hand = self._turns[page], self._hand
+        if turn < hand:
+            turn = self._lap + self._arrived[page]
+            if turn < hand:
+                turn += _LAP
+            self._turns[page] = turn
+        self._is_entered[page] = 1
+        heappush(self._heap, turn << _PAGE_BITS | page)
 
     def removed(self, page: int) -> None:
         self._unmarked.clear()
-        self._hand = self._turns[page]
+        self._hand = turn = self._turns[page]
+        self._lap = turn - self._arrived[page]
 
     def _pop(self) -> int | None:
-        while (page := self._leaves.pop()) is not None and self._is_marked[page]:
-            self._unmarked.append(page)
-            self._is_marked[page] = 0
-            self._turns[page] += _LAP
-            self._leaves.add(page)
-        return page
+        """Move the hand to the next leaf without a mark and take it out."""
+        heap, num_children, is_marked = self._heap, self._num_children, self._is_marked
+        while heap:
+            page = heap[0] & _PAGE_MASK
+            if num_children[page] or not is_marked[page]:
+                heappop(heap)
+                self._is_entered[page] = 0
+                if not num_children[page]:
+                    return page
+            else:
+                is_marked[page] = 0
+                self._unmarked.append(page)
+                self._turns[page] += _LAP
+                heapreplace(heap, self._turns[page] << _PAGE_BITS | page)
+        return None
 
-    def candidates(self) -> Generator[int, None, None]:
-        try:
-            yield from propose(self._pop, self.became_leaf)
-        finally:
-            self._take_back()
+    def _put_back(self, page: int) -> None:
+        if not self._num_children[page]:
+            self.became_leaf(page)
 
     def _take_back(self) -> None:
         """Nothing went since the hand took these marks off, so it did not."""
-        unmarked, self._unmarked = self._unmarked, []
-        for page in unmarked:
+        if not self._unmarked:
+            return
+        for page in self._unmarked:
             self._is_marked[page] = 1
             self._turns[page] -= _LAP
-            self._leaves.add(page)
+        self._unmarked.clear()
+        self._heap = [self._turns[page] << _PAGE_BITS | page for page in (entry & _PAGE_MASK for entry in self._heap)]
+        heapify(self._heap)
+
+    def candidates(self) -> Generator[int, None, None]:
+        return propose(self._pop, self._put_back, self._num_children, self._take_back)

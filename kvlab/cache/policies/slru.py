@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from itertools import count
 
 from kvlab.cache.policies.base import IndexView
 from kvlab.cache.policies.leaves import ELSEWHERE, RankHeap, propose
 from kvlab.errors import InputError
-
-_ORDER_BITS = 64
-_LAST = (1 << _ORDER_BITS) - 1
 
 
 class SLRU:
@@ -35,54 +33,47 @@ class SLRU:
         self._protected_share = protected_share
 
     def attach(self, index: IndexView) -> None:
-        self._stamps = index.stamps
+        self._num_children, self._stamps = index.num_children, index.stamps
         self._max_protected = int(self._protected_share * (index.num_pages - 1))
-        self._num_protected = 0
-        self._unprotected = [1] * index.num_pages
-        self._moves = count(1)
-        self._arrived = [0] * index.num_pages  # in the index
+        self._protected: OrderedDict[int, None] = OrderedDict()  # the one used longest ago first
         self._queued = [0] * index.num_pages  # on probation
-        self._protected = RankHeap(self._unprotected, self._demotion_rank)
+        self._turns = count(1)
         self._protected_leaves = RankHeap(index.num_children, self._protected_rank)
-        self._probation_leaves = RankHeap(index.num_children, self._probation_rank)
-
-    def _demotion_rank(self, page: int) -> int:
-        return self._stamps[page] << _ORDER_BITS | _LAST - self._arrived[page]  # what is behind a page arrived after it
+        self._probation_leaves = RankHeap(index.num_children, self._queued.__getitem__)
 
     def _protected_rank(self, page: int) -> int:
-        return ELSEWHERE if self._unprotected[page] else self._stamps[page]
-
-    def _probation_rank(self, page: int) -> int:
-        return self._queued[page] if self._unprotected[page] else ELSEWHERE
+        return self._stamps[page] if page in self._protected else ELSEWHERE
 
     def inserted(self, pages: Sequence[int], stamp: int) -> None:
-        arrived, queued, moves = self._arrived, self._queued, self._moves
+        queued, turns = self._queued, self._turns
         for page in pages:
-            arrived[page] = queued[page] = next(moves)
+            queued[page] = next(turns)
 
     def touched(self, pages: Sequence[int], stamp: int) -> None:
-        unprotected = self._unprotected
-        for page in pages:
-            if unprotected[page]:
-                unprotected[page] = 0
-                self._num_protected += 1
-                self._protected.add(page)
-                self._protected_leaves.add(page)
-        while self._num_protected > self._max_protected and (page := self._protected.pop()) is not None:
-            unprotected[page], self._queued[page] = 1, next(self._moves)
-            self._num_protected -= 1
+        protected, queued, num_children = self._protected, self._queued, self._num_children
+        use = protected.move_to_end
+        for page in reversed(pages):
+            if queued[page] == ELSEWHERE:
+                use(page)
+            else:
+                queued[page] = ELSEWHERE
+                protected[page] = None
+                if not num_children[page]:
+                    self._protected_leaves.add(page)
+        while len(protected) > self._max_protected:
+            page, _ = protected.popitem(last=False)
+            queued[page] = next(self._turns)
             self._probation_leaves.add(page)
 
     def became_leaf(self, page: int) -> None:
-        (self._probation_leaves if self._unprotected[page] else self._protected_leaves).add(page)
+        (self._protected_leaves if page in self._protected else self._probation_leaves).add(page)
 
     def removed(self, page: int) -> None:
-        self._num_protected -= not self._unprotected[page]
-        self._unprotected[page] = 1
+        self._protected.pop(page, None)
 
     def _pop(self) -> int | None:
         page = self._probation_leaves.pop()
         return self._protected_leaves.pop() if page is None else page
 
     def candidates(self) -> Generator[int, None, None]:
-        return propose(self._pop, self.became_leaf)
+        return propose(self._pop, self.became_leaf, self._num_children)
