@@ -28,7 +28,7 @@ from typing import cast
 
 from kvlab.cache.arena import SINK, PageArena
 from kvlab.cache.evicting import PATIENCE, Evictor, policy_failed
-from kvlab.cache.policies import EvictionPolicy, make_policy
+from kvlab.cache.policies import EvictionPolicy, RetentionPolicy, make_policy
 from kvlab.cache.tree import PageTree
 from kvlab.errors import InputError, IntegrityError
 
@@ -232,6 +232,19 @@ class PrefixIndex:
         if self.keys[page]:
             old, new = self.keys[page].hex()[:16], key.hex()[:16]
             raise IntegrityError(f"page {page} is indexed under key {old} and was offered under {new}; a page has one key")
+
+    def retain(self, pages: Sequence[int], priority: int, duration_s: float | None) -> None:
+        """Ask the policy to keep indexed ``pages`` as RetentionPolicy has it.
+
+        Raises:
+            InputError: it keeps no retention.
+        """
+        if not isinstance(self.policy, RetentionPolicy):
+            raise InputError(f"policy {self.policy.name} cannot retain pages for a time; use policy 'priority'")
+        try:
+            self.policy.retain(pages, priority, duration_s)
+        except Exception as error:
+            raise policy_failed(self.policy, "being asked to retain pages", error) from error
 
     # -- letting go
 

@@ -26,6 +26,7 @@ from kvlab.cache.keys import require_page_size
 from kvlab.cache.ledger import MissLedger
 from kvlab.cache.misses import MissLog
 from kvlab.cache.policies.base import EvictionPolicy
+from kvlab.cache.pins import Pins
 from kvlab.cache.pool import PagePool
 from kvlab.cache.probing import Prober
 from kvlab.cache.stepping import Stepper
@@ -64,6 +65,7 @@ class KVResource(Resource):
         prefix_cache: False never opens the index.
         salt: folded into the root.
         world_size: above 1 the index stays shut.
+        max_pinned_pages: most pages that ``pins`` may hold; None = half of those usable.
         check_invariants: check the pool after admit, commit, reset and remove; None = the environment's ``KVLAB_CHECK=1``.
         record: told of every event; None = no event is built.
         miss_log: remembers what was cached, so that misses can be explained; None = only the index is asked.
@@ -85,6 +87,7 @@ class KVResource(Resource):
         prefix_cache: bool = True,
         salt: str = "",
         world_size: int = 1,
+        max_pinned_pages: int | None = None,
         check_invariants: bool | None = None,
         record: Callable[[events.Event], None] | None = None,
         miss_log: MissLog | None = None,
@@ -105,6 +108,7 @@ class KVResource(Resource):
         self._stepper = Stepper(self._pool, self._filing, self._table, forks, self._ledger, self.counters)
         self._checks = os.environ.get("KVLAB_CHECK") == "1" if check_invariants is None else check_invariants
         self._lock = threading.RLock()
+        self.pins = Pins(self._pool, self._filing, self._lock, max_pinned_pages)
         if record is not None:
             page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])
             record(events.PoolCreated(key, num_pages, layout.page_size, page_bytes))
@@ -232,6 +236,7 @@ class KVResource(Resource):
     def reset_prefix_cache(self, reason: str = "asked", base_root: bytes | None = None) -> bool:
         with self._lock:
             self._table.drop_leases()
+            self.pins.unpin_all(reason)
             self.epoch += 1
             self._pool.clear_index(reason, self.epoch)
             if base_root is not None:
@@ -321,7 +326,7 @@ class KVResource(Resource):
     def check(self) -> None:
         with self._lock:
             indexed = () if self.index is None else self.index.pages()
-            check_pool(self.arena, indexed, self._table.all_streams(), self.page_size)
+            check_pool(self.arena, indexed, self.pins.listed(), self._table.all_streams(), self.page_size)
             if self.index is not None:
                 self.index.check()
 
@@ -333,4 +338,5 @@ class KVResource(Resource):
         with self._lock:
             for rid in list(self._table.requests):
                 self._table.remove(rid)
+            self.pins.unpin_all("cleanup")
             self._pool.clear_index("cleanup", self.epoch)

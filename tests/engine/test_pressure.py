@@ -13,6 +13,7 @@ from kvlab.engine.footprint import Footprint, can_finish, peak_pages
 from kvlab.engine.gate import AdmissionOptions, Claim, Gate
 from kvlab.errors import InputError, StallError
 from kvlab.events import GrantRefused, PagesLeased, RequestPreempted, RequestReserved, RequestWaits, Stalled
+from kvlab.lab.sizing import size_pool
 from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
 
 PREFIX = [1 + i % 60 for i in range(59 * 16)]
@@ -297,19 +298,18 @@ def test_every_prompt_token_keeps_one_cause_through_preemptions(tracer):
     st.sampled_from([1, 4, 8]),
 )
 def test_a_pool_sized_by_the_rule_never_holds(concurrency, shared, shapes, page_size):
-    shared_pages = (shared - 1) // page_size
     final = max(shared + tail + tokens for tail, tokens in shapes)
-    each = -(-final // page_size) - shared_pages
-    num_pages = 1 + shared_pages + concurrency * each + page_size  # and room for the request that cached the prefix
     model = TracerModel(ToyProcessor(64), max_seq_len=4096)
+    layout = model.kv_layout(page_size)
+    size = size_pool(layout, bytes_per_value=8, concurrency=concurrency, context_tokens=final, shared_tokens=shared)
     engine = build_engine(
         model,
-        num_pages=max(num_pages, -(-(shared + 1) // page_size) + 2),
+        num_pages=size.num_pages,
         page_size=page_size,
         attention=TracerAttention,
         prefix_cache_salt="t",
         admission="none",
-        max_concurrent_requests=concurrency,
+        max_concurrent_requests=size.max_concurrent_requests,
     )
     prefix = [1 + i % 50 for i in range(shared)]
     engine.generate([*prefix, 63], max_tokens=0)
