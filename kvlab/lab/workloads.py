@@ -40,7 +40,7 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class WorkloadShape:
-    """What the generators are told; each uses what concerns it. ``tail`` and ``max_tokens`` in tokens, ``prefix_pages`` in pages."""
+    """What the generators are told; each uses what concerns it. ``prefix_pages`` in pages, other lengths in tokens."""
 
     requests: int = 32
     prefix_pages: int = 59
