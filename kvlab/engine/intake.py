@@ -99,4 +99,5 @@ def _config(prepared: Prepared, resource: Resource, options: RequestOptions) -> 
         salt=options.salt,
         sampling=options.sampling,
         prompt_logprobs=options.sampling.prompt_logprobs,
+        retention=options.retention,
     )
