@@ -131,8 +131,8 @@ class KeyedPrompt:
 class Retention:
     """How long the pages that lie in slots [start, stop) of a stream should stay cached; ``stop`` None = to the end.
 
-    ``priority`` 0 goes first, 100 last, pages nobody asked to retain have 50. It counts for ``duration_s`` seconds from when a page
-    is filed or lent again, None = as long as the page is cached. Only the policy "priority" heeds it.
+    ``priority`` 0 goes first, 100 last, pages nobody asked to retain have 50. It counts for ``duration_s`` seconds from when a
+    page is filed or lent again, None = as long as the page is cached. Only the policy "priority" heeds it.
 
     Raises:
         InputError: a range, priority or duration that cannot be.

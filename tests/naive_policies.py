@@ -1,7 +1,7 @@
 """The eviction policies done the slow, obvious way: plain lists, looked through from the front, and one victim at a time.
 
-A twin is told what the policy is told, and asked which of the leaves goes next; ``live`` are those in use, which may not go. Where
-two pages are equal in a policy's eyes the lower page number goes first.
+A twin is told what the policy is told, and asked which of the leaves goes next; ``live`` are those in use, which may not go.
+Where two pages are equal in a policy's eyes the lower page number goes first.
 """
 
 from __future__ import annotations

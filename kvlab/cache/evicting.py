@@ -54,7 +54,9 @@ class Evictor:
         with closing(policy.candidates()) as proposals:
             for page in proposals:
                 if not 0 < page < num_pages:
-                    raise IntegrityError(f"policy {policy.name} proposed {page!r}, which is no page of this pool of {num_pages}")
+                    raise IntegrityError(
+                        f"policy {policy.name} proposed {page!r}, which is no page of this pool of {num_pages}"
+                    )
                 if num_children[page] or num_owners[page] > 1:
                     skipped += not num_children[page]
                     passed += 1

@@ -25,8 +25,8 @@ from kvlab.cache.invariants import check_pool
 from kvlab.cache.keys import require_page_size
 from kvlab.cache.ledger import MissLedger
 from kvlab.cache.misses import MissLog
-from kvlab.cache.policies.base import EvictionPolicy
 from kvlab.cache.pins import Pins
+from kvlab.cache.policies.base import EvictionPolicy
 from kvlab.cache.pool import PagePool
 from kvlab.cache.probing import Prober
 from kvlab.cache.stepping import Stepper

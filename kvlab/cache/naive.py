@@ -2,8 +2,8 @@
 
 No hashes, no counts, no heap: an entry is named by the whole tuple of ids up to the end of its page, owners are counted by
 looking at every list that names a page, and the page to evict is found by looking at all of them. It answers the same hits,
-owners, victims and refusals for prompts of one text span, under least recently used eviction or one that is told. It moves no bytes, does no
-forks, and names no misses.
+owners, victims and refusals for prompts of one text span, under least recently used eviction or one that is told. It moves no
+bytes, does no forks, and names no misses.
 """
 
 from __future__ import annotations

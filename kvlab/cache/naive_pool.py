@@ -100,7 +100,9 @@ class NaivePool:
         """Drop one leaf nobody else names after another, the least recently used or the one chosen, until enough are gone."""
         victims = []
         for _ in range(min(num_pages, len(self._evictable()))):
-            root, ids = min(self._leaves(), key=lambda at: self._age(*at)) if self._choose is None else self._chosen(self._choose)
+            root, ids = (
+                min(self._leaves(), key=lambda at: self._age(*at)) if self._choose is None else self._chosen(self._choose)
+            )
             victims.append(self.entries[root].pop(ids).page)
             if not self.entries[root]:
                 del self.entries[root]

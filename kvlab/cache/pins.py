@@ -1,7 +1,7 @@
 """Prefixes that stay cached whatever room is needed, each under a name, until they are unpinned.
 
-A pin is one more owner of each page, so eviction and what counts as evictable leave pinned pages out like pages in use. It outlives
-the request whose prompt it was, and ends with the cache: a reset drops every pin.
+A pin is one more owner of each page, so eviction and what counts as evictable leave pinned pages out like pages in use. It
+outlives the request whose prompt it was, and ends with the cache: a reset drops every pin.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Pins:
         total = len(self._uses.keys() | set(pages))
         if total > self.max_pages:
             raise InputError(
-                f"pinning {name!r} would make {total} pinned pages and at most {self.max_pages} may be; unpin something, or give "
-                "the pool a higher max_pinned_pages"
+                f"pinning {name!r} would make {total} pinned pages and at most {self.max_pages} may be; unpin something, or "
+                "give the pool a higher max_pinned_pages"
             )
         if self.can_spare is not None and not self.can_spare(pages):
             raise InputError(
-                f"{len(pages)} pages cannot be pinned as {name!r} now: requests under way were promised the room; pin them later"
+                f"{len(pages)} pages cannot be pinned as {name!r} now: requests under way were promised the room; pin later"
             )
 
     def unpin(self, name: str) -> int:

@@ -45,7 +45,9 @@ class StreamTable:
         request = self.requests.get(rid)
         if request is None:
             if config.retention and not self._pool.keeps_retention:
-                raise InputError(f"request {rid!r} asks to retain pages, which only policy 'priority' can; set policy='priority'")
+                raise InputError(
+                    f"request {rid!r} asks to retain pages, which only policy 'priority' can; set policy='priority'"
+                )
             if self._pool.index is not None and config.prefix_cache:
                 for prompt in config.prompts.values():
                     check_fit(prompt, self._pool.page_size)

@@ -229,7 +229,7 @@ class Engine:
             InputError: as ``submit``; the name is taken, the prompt fills no page, the pool's ``max_pinned_pages`` would be
                 exceeded, or requests under way were promised the room. Then nothing is pinned.
         """
-        options = {"max_tokens": 0, "salt": salt, "fields": dict(fields or {})}
+        options: dict[str, Any] = {"max_tokens": 0, "salt": salt, "fields": dict(fields or {})}
         self.submit(prompt, **options).result()
         prepared = self.preprocess.prepare(prompt, options["fields"])
         return self.kv.pins.pin(name, RequestConfig(prepared.configs.get(self.kv.key, {}), salt=salt))

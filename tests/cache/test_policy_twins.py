@@ -94,7 +94,15 @@ class Trace:
         return self.rng.choice(ROOTS), trunk + "".join(self.rng.choice("ab") for _ in range(self.rng.randrange(7)))
 
     def step(self) -> None:
-        ways = {self.start: 40, self.finish: 25, self.decode: 10, self.let_go: 6, self.look: 14, self.make_room: 6, self.reset: 0.05}
+        ways = {
+            self.start: 40,
+            self.finish: 25,
+            self.decode: 10,
+            self.let_go: 6,
+            self.look: 14,
+            self.make_room: 6,
+            self.reset: 0.05,
+        }
         self.rng.choices(list(ways), list(ways.values()))[0]()
         self.now_s += self.rng.random()
 

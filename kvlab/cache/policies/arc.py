@@ -12,12 +12,13 @@ from kvlab.cache.policies.leaves import ELSEWHERE, RankHeap, propose
 class ARC:
     """Pages used once (T1) and again (T2), each by last use, and a target size for T1 that follows regret.
 
-    The keys of evicted pages are remembered as ghosts, B1 from T1 and B2 from T2. A page that returns while its key is in B1 was
-    given up too early: T1's target grows; in B2: it shrinks. Either way the page enters T2. T1 gives up its leaves first while it
-    has more pages than its target, else T2; inner pages count in their list and are never proposed.
+    The keys of evicted pages are remembered as ghosts, B1 from T1 and B2 from T2. A page that returns while its key is in B1
+    was given up too early: T1's target grows; in B2: it shrinks. Either way the page enters T2. T1 gives up its leaves first
+    while it has more pages than its target, else T2; inner pages count in their list and are never proposed.
 
-    As in the paper |T1| + |B1| is at most the pool and so is |B1| + |B2|. Room is made before it is known which page comes, so the
-    tie for a page found in B2 is not broken. The target moves by whole pages. Ghosts are named by page key, whatever their root.
+    As in the paper |T1| + |B1| is at most the pool and so is |B1| + |B2|. Room is made before it is known which page comes,
+    so the tie for a page found in B2 is not broken. The target moves by whole pages. Ghosts are named by page key, whatever
+    their root.
 
     Source:
         Megiddo, Modha: ARC: A Self-Tuning, Low Overhead Replacement Cache, FAST 2003.

@@ -15,8 +15,8 @@ _STAMP_BITS = 64
 class Belady:
     """The leaf whose next use is farthest in the future goes first, of equals the one used longest ago.
 
-    A use of a page is one of every page before it, so the page used farthest in the future is always found among the leaves, and
-    the leaf rule costs nothing.
+    A use of a page is one of every page before it, so the page used farthest in the future is always found among the leaves,
+    and the leaf rule costs nothing.
 
     Args:
         future: the page keys of each request to come, in order. The replay calls ``advance`` as each of them begins.

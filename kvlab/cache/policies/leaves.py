@@ -15,12 +15,13 @@ ELSEWHERE = -1
 class RankHeap:
     """The pages of a queue, the lowest rank first, equal ranks by page number.
 
-    With an index's ``num_children`` for ``absent`` these are the leaves: a page joins when it becomes one, at its own rank, however
-    long it was an inner page. So the first page of a queue that may go is found without walking past the trunks before it.
+    With an index's ``num_children`` for ``absent`` these are the leaves: a page joins when it becomes one, at its own rank,
+    however long it was an inner page. So the first page of a queue that may go is found without walking past the trunks
+    before it.
 
     An entry holds the rank its page had when it was entered. Where the rank has grown since, the entry is corrected once it
-    surfaces; where it has fallen, ``add`` enters the page again and the old entry is void. There are never more than two entries
-    a page of the pool.
+    surfaces; where it has fallen, ``add`` enters the page again and the old entry is void. There are never more than two
+    entries a page of the pool.
 
     Args:
         absent: by page, not 0 where the page does not belong here now; read live.

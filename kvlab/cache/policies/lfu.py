@@ -13,8 +13,8 @@ _STAMP_BITS = 64
 class LFU:
     """The leaf with the fewest uses goes first, of equals the one used longest ago.
 
-    Uses are counted while a page is cached, its insertion as the first; there is no ageing. A use of a page is one of every page
-    before it, so an inner page is never worth less than its leaves.
+    Uses are counted while a page is cached, its insertion as the first; there is no ageing. A use of a page is one of every
+    page before it, so an inner page is never worth less than its leaves.
     """
 
     name = "lfu"

@@ -16,8 +16,8 @@ _STAMP_BITS = 64
 class Priority:
     """The leaf of the lowest priority goes first, of equals the one used longest ago.
 
-    A page has the default priority unless ``retain`` gave it another, which counts until it expires; the latest call decides. An
-    inner page goes after what is behind it, whatever their priorities. A page that goes takes its priority with it.
+    A page has the default priority unless ``retain`` gave it another, which counts until it expires; the latest call decides.
+    An inner page goes after what is behind it, whatever their priorities. A page that goes takes its priority with it.
 
     Args:
         clock: seconds, monotone; read when pages are retained and when room is made.

@@ -16,13 +16,13 @@ _MAX_HITS = 3  # two bits a page
 class S3FIFO:
     """Newcomers wait in a small queue; only those hit again before its end reach the main queue.
 
-    A page enters the small queue, or the main one if its key is a ghost. While the small queue has its share of the pool or more,
-    its oldest leaf is looked at: with more than one hit it moves to the young end of main, else it goes and leaves a ghost.
-    Otherwise main's oldest leaf is: with a hit it moves to the young end for one hit less, else it goes.
+    A page enters the small queue, or the main one if its key is a ghost. While the small queue has its share of the pool or
+    more, its oldest leaf is looked at: with more than one hit it moves to the young end of main, else it goes and leaves a
+    ghost. Otherwise main's oldest leaf is: with a hit it moves to the young end for one hit less, else it goes.
 
-    No queue's end ever reaches an inner page, so that one moves to main at its second hit; it counts in its queue like any other.
-    Hits are counted up to 3 and forgotten on the way to main. There are as many ghosts as main has room for pages; they are named
-    by page key, whatever their root.
+    No queue's end ever reaches an inner page, so that one moves to main at its second hit; it counts in its queue like any
+    other. Hits are counted up to 3 and forgotten on the way to main. There are as many ghosts as main has room for pages;
+    they are named by page key, whatever their root.
 
     Args:
         small_share: size of the small queue, as a share of the pool.

@@ -15,11 +15,11 @@ _PAGE_MASK = (1 << _PAGE_BITS) - 1
 
 
 class SIEVE:
-    """A hand goes from the oldest page to the youngest, and round again: it takes the mark off used pages, and an unused one goes.
+    """A hand goes from the oldest page to the youngest and round again; it takes marks off, and an unmarked leaf goes.
 
-    A use marks every page of the chain it matched. Pages never move; new ones join at the young end. The hand stops at leaves only,
-    so an inner page keeps its mark until it is a leaf; one that became a leaf behind the hand waits for the next lap. A leaf that
-    is in use is passed like one that is not there.
+    A use marks every page of the chain it matched. Pages never move; new ones join at the young end. The hand stops at leaves
+    only, so an inner page keeps its mark until it is a leaf; one that became a leaf behind the hand waits for the next lap. A
+    leaf that is in use is passed like one that is not there.
 
     A page's turn is lap x 2^48 + its arrival: the turns of all leaves in order are the way of the hand.
 
