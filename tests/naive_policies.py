@@ -6,10 +6,11 @@ Where two pages are equal in a policy's eyes the lower page number goes first.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvlab.cache.policies.random import Random
+from kvlab.cache.policies.random import _mix
 
 
 class Twin:
@@ -285,8 +286,8 @@ class NaiveRandom(Twin):
 
     def __init__(self, num_usable: int, seed: int = 0) -> None:
         super().__init__(num_usable)
-        self.dice = Random(seed)
-        self.dice._num_removed = 0
+        self.lots = random.Random(seed)
+        self.lot = self.lots.getrandbits(64)
         self.listed: list[int] = []
         self.met_inner: list[int] = []
 
@@ -308,7 +309,7 @@ class NaiveRandom(Twin):
     def pick(self, leaves: list[int], live: set[int]) -> int:
         order = list(self.listed)
         for drawn in range(len(order)):
-            place = drawn + self.dice._draw(drawn) % (len(order) - drawn)
+            place = drawn + (_mix(self.lot, drawn) if drawn else self.lot) % (len(order) - drawn)
             order[drawn], order[place] = order[place], order[drawn]
             page = order[drawn]
             if page in leaves and page not in live:
@@ -320,7 +321,7 @@ class NaiveRandom(Twin):
 
     def removed(self, page: int) -> None:
         super().removed(page)
-        self.dice._num_removed += 1
+        self.lot = self.lots.getrandbits(64)
         self.drop(page)
 
 

@@ -7,7 +7,6 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
 from kvlab.cache.policies.base import IndexView
-from kvlab.cache.policies.leaves import propose
 
 _LAP = 1 << 48
 _PAGE_BITS = 32
@@ -67,41 +66,42 @@ class SIEVE:
         heappush(self._heap, turn << _PAGE_BITS | page)
 
     def removed(self, page: int) -> None:
-        self._unmarked.clear()
+        if self._unmarked:
+            self._unmarked.clear()
         self._hand = turn = self._turns[page]
         self._lap = turn - self._arrived[page]
 
-    def _pop(self) -> int | None:
-        """Move the hand to the next leaf without a mark and take it out."""
-        heap, num_children, is_marked = self._heap, self._num_children, self._is_marked
-        while heap:
-            page = heap[0] & _PAGE_MASK
-            if num_children[page] or not is_marked[page]:
+    def candidates(self) -> Generator[int, None, None]:
+        heap, num_children, is_marked, is_entered = self._heap, self._num_children, self._is_marked, self._is_entered
+        passed_over: list[int] = []
+        try:
+            while heap:
+                page = heap[0] & _PAGE_MASK
+                if is_marked[page] and not num_children[page]:
+                    is_marked[page] = 0
+                    self._unmarked.append(page)
+                    self._turns[page] = turn = self._turns[page] + _LAP
+                    heapreplace(heap, turn << _PAGE_BITS | page)
+                    continue
                 heappop(heap)
-                self._is_entered[page] = 0
+                is_entered[page] = 0
                 if not num_children[page]:
-                    return page
-            else:
-                is_marked[page] = 0
-                self._unmarked.append(page)
-                self._turns[page] += _LAP
-                heapreplace(heap, self._turns[page] << _PAGE_BITS | page)
-        return None
-
-    def _put_back(self, page: int) -> None:
-        if not self._num_children[page]:
-            self.became_leaf(page)
+                    passed_over.append(page)
+                    yield page
+                    if num_children[page] < 0:
+                        passed_over.pop()
+        finally:
+            for page in passed_over:
+                if not num_children[page]:
+                    self.became_leaf(page)
+            self._take_back()
 
     def _take_back(self) -> None:
         """Nothing went since the hand took these marks off, so it did not."""
-        if not self._unmarked:
-            return
         for page in self._unmarked:
             self._is_marked[page] = 1
             self._turns[page] -= _LAP
-        self._unmarked.clear()
-        self._heap = [self._turns[page] << _PAGE_BITS | page for page in (entry & _PAGE_MASK for entry in self._heap)]
-        heapify(self._heap)
-
-    def candidates(self) -> Generator[int, None, None]:
-        return propose(self._pop, self._put_back, self._num_children, self._take_back)
+        if self._unmarked:
+            self._unmarked.clear()
+            self._heap[:] = [self._turns[page] << _PAGE_BITS | page for page in (entry & _PAGE_MASK for entry in self._heap)]
+            heapify(self._heap)
