@@ -69,10 +69,10 @@ def demo(
     num_pages: Annotated[int | None, typer.Option("--pages", help="Pages in the pool.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens a page.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate for each request.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the HTML report.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the HTML report, or the two sounds.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a real model on shared prefixes, with the cache and without; print a table, write a report."""
+    """Run a real model on shared prefixes, with the cache and without; print a table, write a report or two sounds."""
     from rich.console import Console
 
     given = {"model": model, "num_pages": num_pages, "page_size": page_size, "max_tokens": max_tokens, "out": out}

@@ -105,6 +105,64 @@ class PageSizeRow:
     ttft_ms: float | None = None
 
 
+@dataclass(frozen=True)
+class SharedPrompt:
+    """How much of the prompt for one sentence in one voice was cached after those before it."""
+
+    voice: str
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    page_size: int
+
+
+@dataclass(frozen=True)
+class DriftRow:
+    """Two utterances of one sentence; shares of full scale, and beside them those that the codec's noise alone makes.
+
+    ``cached_tokens`` of the ``prompt_tokens`` were cached for the second. ``first_frame``: the first one that differs, or where
+    the shorter utterance ends; None when all are equal. ``logprob_drift``: the largest difference of log-probabilities up to
+    the first token that differs.
+    """
+
+    name: str
+    prompt_tokens: int
+    cached_tokens: int
+    num_frames: int
+    first_frame: int | None
+    logprob_drift: float
+    max_abs: float
+    rms: float
+    floor_max_abs: float
+    floor_rms: float
+
+
+@dataclass(frozen=True)
+class Wave:
+    """The envelope of a signal: least and greatest value in each of equally long columns, in shares of full scale."""
+
+    name: str
+    duration_s: float
+    lows: tuple[float, ...]
+    highs: tuple[float, ...]
+    rms: float
+
+    @property
+    def peak(self) -> float:
+        """The greatest distance from zero."""
+        return max((abs(v) for v in (*self.lows, *self.highs)), default=0.0)
+
+
+@dataclass(frozen=True)
+class Spectrogram:
+    """Power by time and pitch: ``levels_db[band][column]``, whole decibels of full scale, bands equally wide from 0 up."""
+
+    name: str
+    duration_s: float
+    max_hz: float
+    levels_db: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, repr=False)
 class Table:
     """Columns and rows that print as one line, show as HTML, and turn into dicts or a data frame.

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvlab.errors import missing_extra
 from kvlab.lab.results import RequestRow, printable
-from kvlab.viz.marks import Axis, Line, Mark, Panel, Points, Rects, cut
+from kvlab.viz.marks import Axis, Heat, Line, Mark, Panel, Points, Rects, cut
 from kvlab.viz.static import SUBTITLE_WIDTH, TITLE_WIDTH, as_svg, wrap
-from kvlab.viz.theme import DARK_OUTLINE, INK, SOFT_INK, Style, plotly_template
+from kvlab.viz.theme import DARK_OUTLINE, HEAT, INK, SOFT_INK, Style, plotly_template
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 _SYMBOLS = {"circle": "circle", "square": "square", "diamond": "diamond", "triangle": "triangle-down"}
@@ -158,6 +158,8 @@ def _add_mark(mark: Mark, traces: list[dict[str, Any]], annotations: list[dict[s
         annotations += _line_label(mark)
     elif isinstance(mark, Points):
         traces.append(_points_trace(mark))
+    elif isinstance(mark, Heat):
+        traces.append(_heat_trace(mark))
     else:
         annotations.append(_annotation(mark.x, mark.y, mark.text, _ANCHORS[mark.anchor]))
 
@@ -269,3 +271,13 @@ def _points_trace(mark: Points) -> dict[str, Any]:
     if mark.texts:
         trace |= {"text": [_words(t) for t in mark.texts], "textposition": "top center"}
     return trace
+
+
+def _heat_trace(mark: Heat) -> dict[str, Any]:
+    dx, dy = (mark.x1 - mark.x0) / len(mark.levels[0]), (mark.y1 - mark.y0) / len(mark.levels)
+    return {
+        "type": "heatmap", "z": [list(row) for row in mark.levels],
+        "x0": mark.x0 + dx / 2, "dx": dx, "y0": mark.y0 + dy / 2, "dy": dy,
+        "zmin": 0, "zmax": len(HEAT) - 1, "colorscale": [[i / (len(HEAT) - 1), colour] for i, colour in enumerate(HEAT)],
+        "showscale": False, "hoverinfo": "skip",
+    }  # fmt: skip

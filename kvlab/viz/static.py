@@ -10,10 +10,11 @@ import hashlib
 import html
 import textwrap
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvlab.lab.results import printable
-from kvlab.viz.marks import Axis, Label, Line, Mark, Panel, Points, Rect, Rects, cut
-from kvlab.viz.theme import DARK_OUTLINE, FONT, GRID, INK, NO_FILL, PAPER, SOFT_INK, Style
+from kvlab.viz.marks import Axis, Heat, Label, Line, Mark, Panel, Points, Rect, Rects, cut
+from kvlab.viz.theme import DARK_OUTLINE, FONT, GRID, HEAT, INK, NO_FILL, PAPER, SOFT_INK, Style
 
 _DASHES = {"solid": "", "dash": ' stroke-dasharray="7 5"', "dot": ' stroke-dasharray="2 4"'}
 _HATCHES = {
@@ -157,6 +158,8 @@ def _mark(frame: _Frame, mark: Mark) -> str:
         return _line(frame, mark)
     if isinstance(mark, Points):
         return _points(frame, mark)
+    if isinstance(mark, Heat):
+        return _heat(frame, mark)
     return _label(frame, mark)
 
 
@@ -218,6 +221,22 @@ def _points(frame: _Frame, mark: Points) -> str:
             place = f'x="{_n(frame.x(x))}" y="{_n(frame.y(y) - 10)}" text-anchor="middle"'
             parts.append(f'<text {place} font-size="11" class="kv-ink" fill="{INK}">{_escape(mark.texts[i])}</text>')
     return "".join(parts)
+
+
+def _heat(frame: _Frame, mark: Heat) -> str:
+    """One path a level, equal neighbours in a row as one piece of it: a tenth of a rectangle a cell."""
+    paths: dict[int, list[str]] = {}
+    height = (mark.y1 - mark.y0) / len(mark.levels)
+    for index, row in enumerate(mark.levels):
+        top, bottom = sorted((frame.y(mark.y0 + index * height), frame.y(mark.y0 + (index + 1) * height)))
+        width, start = (mark.x1 - mark.x0) / len(row), 0
+        for level, cells in groupby(row):
+            stop = start + len(list(cells))
+            x0, x1 = frame.x(mark.x0 + start * width), frame.x(mark.x0 + stop * width)
+            paths.setdefault(level, []).append(f"M{_n(x0)} {_n(top)}H{_n(x1)}V{_n(bottom)}H{_n(x0)}z")
+            start = stop
+    drawn = (f'<path d="{"".join(parts)}" fill="{HEAT[level]}"/>' for level, parts in sorted(paths.items()))
+    return f'<g shape-rendering="crispEdges">{"".join(drawn)}</g>'
 
 
 def _symbol(symbol: str, x: float, y: float) -> str:

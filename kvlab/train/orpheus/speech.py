@@ -24,9 +24,9 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-DROPOUT = 0.1
+DROPOUT = 0.05
 BATCH = 12
-PEAK_LR = 1.5e-3
+PEAK_LR = 2e-3
 #: Sampling divides the likelihood of what was said before; a model that met this in training keeps its words under it.
 PENALTIES = (1.0, 1.1, 1.3)
 UNSEEN_EVERY_STEPS = 250
