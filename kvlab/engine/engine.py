@@ -219,8 +219,8 @@ class Engine:
     def pin(self, prompt: Prompt, *, name: str, salt: str = "", fields: Mapping[str, Any] | None = None) -> int:
         """Keep the whole pages of ``prompt`` cached under ``name`` until ``unpin``; what is not cached yet is computed.
 
-        Pins survive requests and end with a reset. A chat pins its template's ending too, so pin the ids or the text that others
-        begin with.
+        Pins survive requests and end with a reset. A chat pins its template's ending too, so pin the ids or the text that
+        others begin with.
 
         Returns:
             How many pages they are.

@@ -74,7 +74,9 @@ class RequestOptions:
             _check_whole("an entry of stop_ids", token, 0)
         for wish in self.retention:
             if not isinstance(wish, Retention):
-                raise InputError(f"an entry of retention is {wish!r}; give kvlab.spec.Retention(start, stop, priority, duration_s)")
+                raise InputError(
+                    f"an entry of retention is {wish!r}; give kvlab.spec.Retention(start, stop, priority, duration_s)"
+                )
         if self.on_token is not None and not callable(self.on_token):
             raise InputError(f"on_token is {self.on_token!r}; give a function of one StreamChunk")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -284,7 +285,7 @@ def test_every_prompt_token_keeps_one_cause_through_preemptions(tracer):
         spans = [(m.start, m.stop) for m in result.misses]
         assert spans[0][0] == result.cached_tokens
         assert spans[-1][1] == result.prompt_tokens
-        assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in pairwise(spans))
 
 
 # -- the sizing rule ---------------------------------------------------------------------------------------------------
