@@ -13,6 +13,7 @@ from kvlab.errors import InputError
 if TYPE_CHECKING:
     from kvlab.attention.base import AttentionBackend
     from kvlab.attention.store import KVStore
+    from kvlab.cache.policies import EvictionPolicy
     from kvlab.engine.engine import Engine
     from kvlab.spec import KVLayout, ModelSpec
 
@@ -38,10 +39,16 @@ def load(
     event_log: str | Path | None = None,
     max_seq_len: int | None = None,
     max_concurrent_requests: int | None = None,
+    admission: str | None = None,
+    admission_order: str = "fifo",
+    backfill_protect: str = "easy",
+    backfill_window: int = 128,
+    preemption: bool | None = None,
     max_step_tokens: int = 2048,
     prefix_cache: bool = True,
     prefix_cache_salt: str = "",
-    policy: str = "lru",
+    policy: str | EvictionPolicy = "lru",
+    max_pinned_pages: int | None = None,
     attention: str = "torch",
     preprocess: str = "inline",
     profile: str = "kvlab",
@@ -60,9 +67,15 @@ def load(
         record: keep events in bounded memory; ``event_log`` also writes them to a JSONL file.
         max_seq_len: longest context; the model's own when not given.
         max_concurrent_requests: most requests in flight.
+        admission: "reserve" (a request starts when the pages of its whole life can be had), "peak" (when the worst moment of
+            all lives together fits) or "none"; None = as ``profile`` has it.
+        admission_order: "fifo", or "backfill": of the ``backfill_window`` requests behind the head those may go first that
+            cannot delay it (``backfill_protect="easy"``).
+        preemption: whether the newest request may be sent back for an older one's sake; None = unless admission is "none".
         max_step_tokens: most prompt tokens computed in one step; longer prefills are chunked.
         prefix_cache: False = no page is ever reused. ``prefix_cache_salt`` isolates this deployment's pages.
-        policy: order of eviction.
+        policy: order of eviction: arc, fifo, lfu, lru, priority, random, s3fifo, sieve or slru, or a policy object.
+        max_pinned_pages: most pages that ``engine.pin`` may hold; None = half of the pool.
         attention: "torch" or "flashinfer".
         preprocess: where prompts are tokenised: "inline", "thread" or "process".
         profile: "kvlab", or "published" for the published system's boundaries.
@@ -88,10 +101,16 @@ def load(
         record=record,
         event_log=event_log,
         max_concurrent_requests=max_concurrent_requests,
+        admission=admission,
+        admission_order=admission_order,
+        backfill_protect=backfill_protect,
+        backfill_window=backfill_window,
+        preemption=preemption,
         max_step_tokens=max_step_tokens,
         prefix_cache=prefix_cache,
         prefix_cache_salt=prefix_cache_salt,
         policy=policy,
+        max_pinned_pages=max_pinned_pages,
         attention=attention,
         preprocess=preprocess,
         profile=profile,
@@ -116,10 +135,16 @@ def build_engine(
     record: bool = True,
     event_log: str | Path | None = None,
     max_concurrent_requests: int | None = None,
+    admission: str | None = None,
+    admission_order: str = "fifo",
+    backfill_protect: str = "easy",
+    backfill_window: int = 128,
+    preemption: bool | None = None,
     max_step_tokens: int = 2048,
     prefix_cache: bool = True,
     prefix_cache_salt: str = "",
-    policy: str = "lru",
+    policy: str | EvictionPolicy = "lru",
+    max_pinned_pages: int | None = None,
     attention: str | Callable[[KVStore], AttentionBackend] = "torch",
     preprocess: str = "inline",
     profile: str = "kvlab",
@@ -134,10 +159,10 @@ def build_engine(
     from kvlab.attention.store import KVStore
     from kvlab.cache.kv import KVResource
     from kvlab.cache.misses import MissLog
-    from kvlab.engine.admission import Admission
     from kvlab.engine.chunks import ChunkRule
     from kvlab.engine.declare import report_sizing
     from kvlab.engine.engine import Engine
+    from kvlab.engine.gate import AdmissionOptions
     from kvlab.engine.positions import Positions
     from kvlab.engine.preprocess import PreprocessWorker
     from kvlab.recorder import Recorder
@@ -149,11 +174,20 @@ def build_engine(
         "page_size": page_size,
         "kv_dtype": kv_dtype,
         "policy": policy,
+        "max_pinned_pages": max_pinned_pages,
         "prefix_cache": prefix_cache,
         "prefix_cache_salt": prefix_cache_salt,
     }
     pool = settings | _overrides(resources, settings)
-    admission, chunks = Admission(max_concurrent_requests), ChunkRule(max_step_tokens)
+    options = AdmissionOptions(
+        admission=admission or ("none" if profile == "published" else "reserve"),
+        admission_order=admission_order,
+        backfill_protect=backfill_protect,
+        backfill_window=backfill_window,
+        max_concurrent_requests=max_concurrent_requests,
+        preemption=preemption,
+    )
+    chunks = ChunkRule(max_step_tokens)
     layout = model.kv_layout(_whole("page_size", pool["page_size"], 1), pool["kv_dtype"])
     pages = _num_pages(pool["num_pages"], pool["pool_bytes"], layout, model.device)
     worker = PreprocessWorker(model.processor, model.prefix_key_streams(), {"kv": layout.page_size}, mode=preprocess)
@@ -164,6 +198,7 @@ def build_engine(
         pages,
         store=store,
         policy=pool["policy"],
+        max_pinned_pages=pool["max_pinned_pages"],
         prefix_cache=pool["prefix_cache"],
         salt=pool["prefix_cache_salt"],
         check_invariants=check_invariants,
@@ -176,7 +211,7 @@ def build_engine(
         attention=_attention(attention, store, model.num_heads),
         positions=Positions(model.rope_fields()),
         preprocess=worker,
-        admission=admission,
+        admission=options,
         chunks=chunks,
         recorder=recorder,
         clock=clock,

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvlab.errors import InputError, StallError
+from kvlab.errors import InputError
 from kvlab.shipped import prompt as shipped_prompt
 from kvlab.spec import Prompt, PromptProcessor, chat
 
@@ -212,10 +212,7 @@ def _side_by_side(engine: Engine, ask: Callable[..., Prompt], console: Console) 
 
     system, questions = (shipped_prompt("harbour")[part] for part in ("system", "questions"))
     _say(console, f"{len(questions)} questions side by side, on shared pages")
-    try:
-        studies.side_by_side(engine, system, questions, ask=ask, max_tokens=SIDE_BY_SIDE_TOKENS)
-    except StallError as error:  # what was measured before stands
-        _say(console, f"not all of them fit into the pool: {error}")
+    studies.side_by_side(engine, system, questions, ask=ask, max_tokens=SIDE_BY_SIDE_TOKENS)
     return len(questions)
 
 

@@ -97,6 +97,64 @@ class PrefixMatched(Event):
 
 
 @dataclass(frozen=True)
+class RequestReserved(Event):
+    """Let in: ``claim_pages`` over its life, ``hit_pages`` of them lent by the index."""
+
+    rid: int | str
+    claim_pages: int
+    hit_pages: int
+    outstanding_pages: int
+    num_waiting: int
+
+
+@dataclass(frozen=True)
+class RequestWaits(Event):
+    """The head of the queue does not fit; told again only when the reason changes."""
+
+    rid: int | str
+    need_pages: int
+    hit_pages: int
+    supply_pages: int
+    outstanding_pages: int
+
+
+@dataclass(frozen=True)
+class GrantRefused(Event):
+    """With these pages granted the admitted requests could not all finish."""
+
+    rid: int | str
+    grant_pages: int
+    free_pages: int
+    owed_pages: int
+
+
+@dataclass(frozen=True)
+class ReservationReleased(Event):
+    rid: int | str
+    outstanding_pages: int
+
+
+@dataclass(frozen=True)
+class RequestPreempted(Event):
+    """Gave its pages back and waits to resume with what it has generated as part of its input."""
+
+    rid: int | str
+    for_rid: int | str
+    generated_tokens: int
+    pages: int
+
+
+@dataclass(frozen=True)
+class Stalled(Event):
+    """Every running request waits for pages and nothing can free one."""
+
+    held: Sequence[int | str]
+    usable_pages: int
+    live_pages: int
+    settings: str
+
+
+@dataclass(frozen=True)
 class RequestHeld(Event):
     """Left a step for want of pages."""
 
@@ -242,6 +300,21 @@ class PageEvicted(Event):
     page: int
     key: str
     for_rid: int | str | None
+
+
+@dataclass(frozen=True)
+class PagesPinned(Event):
+    """Cached pages that stay until ``name`` is unpinned."""
+
+    name: str
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PagesUnpinned(Event):
+    name: str
+    pages: Sequence[int]
+    why: str
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from kvlab.events import (
     PageIndexed,
     PagesAcquired,
     PagesLeased,
+    PagesPinned,
     PagesReleased,
+    PagesUnpinned,
     PoolCreated,
     StreamCommitted,
     StreamLengthSet,
@@ -32,6 +34,7 @@ class PageState:
     root: str | None = None
     parent: int | None = None
     position: int | None = None
+    pins: list[str] = field(default_factory=list)  # names it is pinned under
 
     @property
     def state(self) -> str:
@@ -54,6 +57,7 @@ class PoolState:
     streams: dict[tuple[int | str, str], list[int]] = field(default_factory=dict)
     leases: dict[tuple[int | str, str], list[int]] = field(default_factory=dict)
     stored_tokens: dict[tuple[int | str, str], int] = field(default_factory=dict)
+    pins: dict[str, list[int]] = field(default_factory=dict)
 
     def page(self, page: int) -> PageState:
         """State of ``page``; pages never touched are free."""
@@ -124,6 +128,20 @@ class PoolState:
         state = self.page(e.page)
         state.key, state.root, state.parent, state.position = e.key, e.root, e.parent, e.position
 
+    def _on_PagesPinned(self, e: PagesPinned) -> None:
+        self._pin(e.name, e.pages)
+
+    def _pin(self, name: str, pages: Iterable[int]) -> None:
+        self.pins[name] = list(pages)
+        for p in self.pins[name]:
+            self.page(p).pins.append(name)
+
+    def _on_PagesUnpinned(self, e: PagesUnpinned) -> None:
+        if self.pins.get(e.name) != list(e.pages):
+            raise IntegrityError(f"the log unpins pages {e.pages[:20]} of {e.name!r}, which pins {self.pins.get(e.name)}")
+        for p in self.pins.pop(e.name):
+            self.page(p).pins.remove(e.name)
+
     def _on_PageEvicted(self, e: PageEvicted) -> None:
         self._unindex(e.page)
 
@@ -148,6 +166,7 @@ class PoolState:
             "streams": [[*stream, list(pages)] for stream, pages in self.streams.items()],
             "leases": [[*stream, list(pages)] for stream, pages in self.leases.items()],
             "stored_tokens": [[*stream, tokens] for stream, tokens in self.stored_tokens.items()],
+            "pins": self.pins,
         }
 
     @classmethod
@@ -157,4 +176,7 @@ class PoolState:
         streams = {(r, x): list(listed) for r, x, listed in data["streams"]}
         leases = {(r, x): list(listed) for r, x, listed in data["leases"]}
         stored = {(r, x): tokens for r, x, tokens in data["stored_tokens"]}
-        return cls(data["num_pages"], data["page_size"], pages, streams, leases, stored)
+        state = cls(data["num_pages"], data["page_size"], pages, streams, leases, stored)
+        for name, pinned in data["pins"].items():
+            state._pin(name, pinned)
+        return state

@@ -220,10 +220,10 @@ def test_a_setting_that_cannot_be_is_refused(model: Path, tmp_path: Path, wrong:
 
 def test_a_pool_that_holds_no_two_questions_at_once_still_ends_in_a_report(model: Path, tmp_path: Path) -> None:
     printed = io.StringIO()
-    demo.run(
+    result = demo.run(
         model=str(model), out=tmp_path / "r.html", console=Console(file=printed), **POOL | {"num_pages": 57, "max_tokens": 4}
     )
-    assert "not all of them fit into the pool: all 2 running requests wait for pages" in " ".join(printed.getvalue().split())
+    assert result["side_by_side"]["held_pages"] <= 56  # they waited at the gate for one another
     assert (tmp_path / "r.html").exists()
 
 

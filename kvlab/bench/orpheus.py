@@ -1,7 +1,7 @@
-"""``kvlab bench orpheus``: how soon the first sound comes, cold and after a hit, whether speech outruns real time, and memory.
+"""``kvlab bench orpheus``: how soon sound comes, cold and after a hit, whether speech outruns real time, and memory.
 
-On one thread; what counts is the time that its core worked, so that neighbours on the machine do not slow it. The long stream is
-one utterance's tokens again and again through the stream decoder.
+On one thread; what counts is the time that its core worked, so that neighbours on the machine do not slow it. The long
+stream is one utterance's tokens again and again through the stream decoder.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvlab.cache.pool import PagePool
 from kvlab.cache.stream import CacheStream
 from kvlab.cache.table import StreamTable
 from kvlab.errors import InputError, IntegrityError
-from kvlab.spec import AllocationFailed, Fork, PageStore, Step, StepContext, StreamKey
+from kvlab.spec import AllocationFailed, Fork, GrantDeferred, PageStore, Step, StepContext, StreamKey
 
 
 class OpenFork(NamedTuple):
@@ -69,7 +69,9 @@ class Forks:
                 "fork onto a label of its own"
             )
 
-    def reserve(self, opened: OpenFork, growth: Mapping[StreamKey, int], step_index: int) -> AllocationFailed | None:
+    def reserve(
+        self, opened: OpenFork, growth: Mapping[StreamKey, int], step_index: int
+    ) -> AllocationFailed | GrantDeferred | None:
         """Give the target pages for what it will hold; it has no keyed history from now on."""
         fork, source, target = opened
         self._pool.cut_lease(target, 0, "fork target")

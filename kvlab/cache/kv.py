@@ -25,6 +25,7 @@ from kvlab.cache.invariants import check_pool
 from kvlab.cache.keys import require_page_size
 from kvlab.cache.ledger import MissLedger
 from kvlab.cache.misses import MissLog
+from kvlab.cache.pins import Pins
 from kvlab.cache.policies.base import EvictionPolicy
 from kvlab.cache.pool import PagePool
 from kvlab.cache.probing import Prober
@@ -64,6 +65,7 @@ class KVResource(Resource):
         prefix_cache: False never opens the index.
         salt: folded into the root.
         world_size: above 1 the index stays shut.
+        max_pinned_pages: most pages that ``pins`` may hold; None = half of those usable.
         check_invariants: check the pool after admit, commit, reset and remove; None = the environment's ``KVLAB_CHECK=1``.
         record: told of every event; None = no event is built.
         miss_log: remembers what was cached, so that misses can be explained; None = only the index is asked.
@@ -85,6 +87,7 @@ class KVResource(Resource):
         prefix_cache: bool = True,
         salt: str = "",
         world_size: int = 1,
+        max_pinned_pages: int | None = None,
         check_invariants: bool | None = None,
         record: Callable[[events.Event], None] | None = None,
         miss_log: MissLog | None = None,
@@ -105,6 +108,7 @@ class KVResource(Resource):
         self._stepper = Stepper(self._pool, self._filing, self._table, forks, self._ledger, self.counters)
         self._checks = os.environ.get("KVLAB_CHECK") == "1" if check_invariants is None else check_invariants
         self._lock = threading.RLock()
+        self.pins = Pins(self._pool, self._filing, self._lock, max_pinned_pages)
         if record is not None:
             page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])
             record(events.PoolCreated(key, num_pages, layout.page_size, page_bytes))
@@ -134,6 +138,39 @@ class KVResource(Resource):
     def pages_needed(self, num_tokens: int) -> int:
         """Pages that ``num_tokens`` slots of one stream need."""
         return self._pool.pages_for(num_tokens)
+
+    # -- what an admission gate asks
+
+    def guard_grants(self, may_grant: Callable[[RequestId, int], bool]) -> None:
+        """Ask ``may_grant(rid, num_pages)`` before fresh pages go to a stream; a no is a GrantDeferred."""
+        self._pool.may_grant = may_grant
+
+    def supply_pages(self, excluding: Sequence[int] = ()) -> int:
+        """Free pages and those eviction could reach, ``excluding`` left out."""
+        with self._lock:
+            evictable = 0 if self.index is None else self.index.evictable_count(excluding)
+            return self.arena.num_free + evictable
+
+    def supply_mark(self) -> tuple[int, ...]:
+        """A value that stays the same while ``supply_pages`` cannot have changed."""
+        return self.arena.num_free, self.arena.owner_changes
+
+    def peek_prefix(self, rid: RequestId) -> list[int]:
+        """Pages of the index that a request would be lent now, all labels; touches nothing."""
+        with self._lock:
+            return [page for stream in self.streams_of(rid).values() for page in self._prober.peek(stream)]
+
+    def lease_prefix(self, rid: RequestId) -> int:
+        """Hold those pages for the request until its first step is admitted; returns their number."""
+        with self._lock:
+            return sum(self._prober.lease(stream) for stream in self.streams_of(rid).values())
+
+    def pages_taken(self, rid: RequestId) -> tuple[int, int]:
+        """Pages of a request: (taken from the free list, lent by the index or leased)."""
+        with self._lock:
+            streams = self.streams_of(rid).values()
+            lent = sum(stream.hits + len(stream.lease or ()) for stream in streams)
+            return sum(len(stream.page_indices) - stream.hits for stream in streams), lent
 
     def stream(self, rid: RequestId, label: str = "main") -> CacheStream:
         """The stream of (rid, label), to read.
@@ -199,6 +236,7 @@ class KVResource(Resource):
     def reset_prefix_cache(self, reason: str = "asked", base_root: bytes | None = None) -> bool:
         with self._lock:
             self._table.drop_leases()
+            self.pins.unpin_all(reason)
             self.epoch += 1
             self._pool.clear_index(reason, self.epoch)
             if base_root is not None:
@@ -288,7 +326,7 @@ class KVResource(Resource):
     def check(self) -> None:
         with self._lock:
             indexed = () if self.index is None else self.index.pages()
-            check_pool(self.arena, indexed, self._table.all_streams(), self.page_size)
+            check_pool(self.arena, indexed, self.pins.listed(), self._table.all_streams(), self.page_size)
             if self.index is not None:
                 self.index.check()
 
@@ -300,4 +338,5 @@ class KVResource(Resource):
         with self._lock:
             for rid in list(self._table.requests):
                 self._table.remove(rid)
+            self.pins.unpin_all("cleanup")
             self._pool.clear_index("cleanup", self.epoch)

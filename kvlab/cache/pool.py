@@ -14,10 +14,10 @@ from kvlab.cache.arena import PageArena
 from kvlab.cache.chain import PrefixChain
 from kvlab.cache.index import PrefixIndex
 from kvlab.cache.misses import MissLog
-from kvlab.cache.policies import EvictionPolicy, make_policy
+from kvlab.cache.policies import EvictionPolicy, RetentionPolicy, make_policy
 from kvlab.cache.stream import CacheStream
 from kvlab.errors import IntegrityError
-from kvlab.spec import AllocationFailed, RequestId
+from kvlab.spec import AllocationFailed, GrantDeferred, RequestId
 
 
 class PagePool:
@@ -39,6 +39,7 @@ class PagePool:
         self.index: PrefixIndex | None = None
         self.record = record
         self.miss_log = miss_log
+        self.may_grant: Callable[[RequestId, int], bool] | None = None
         self._policy = make_policy(policy)
 
     def open_index(self) -> PrefixIndex:
@@ -52,11 +53,13 @@ class PagePool:
 
     # -- streams and the free list
 
-    def grow(self, stream: CacheStream, total_len: int, step_index: int) -> AllocationFailed | None:
+    def grow(self, stream: CacheStream, total_len: int, step_index: int) -> AllocationFailed | GrantDeferred | None:
         """Append fresh pages until ``stream`` holds ``total_len`` slots, evicting if that helps; all or nothing."""
         need = self.pages_for(total_len) - len(stream.page_indices)
         if need <= 0:
             return None
+        if self.may_grant is not None and not self.may_grant(stream.rid, need):
+            return GrantDeferred(stream.rid)
         pages = self.arena.acquire(need)
         if pages is None:
             short = need - self.arena.num_free
@@ -119,6 +122,7 @@ class PagePool:
         stream.page_indices, stream.lease = lease, None
         stream.hits, stream.converted = len(lease), True
         stream.generation += 1
+        self.retain(stream, lease, 0)
         if self.record is not None:
             self.record(events.LeaseConverted(stream.rid, stream.label, list(lease)))
         self.set_length(stream, len(lease) * self.page_size, "lease")
@@ -129,6 +133,20 @@ class PagePool:
     def is_told(self) -> bool:
         """True when somebody wants to hear of single pages."""
         return self.record is not None or self.miss_log is not None
+
+    @property
+    def keeps_retention(self) -> bool:
+        """True when the policy can be asked to keep pages for a time."""
+        return isinstance(self._policy, RetentionPolicy)
+
+    def retain(self, stream: CacheStream, pages: Sequence[int], position: int) -> None:
+        """Ask for what ``stream`` wants of indexed ``pages``, the first of which lies at ``position``; the last wish counts."""
+        if self.index is None:
+            return
+        for wish in stream.retention:
+            span = wish.pages(self.page_size, position + len(pages))
+            if chosen := pages[max(span.start - position, 0) : max(span.stop - position, 0)]:
+                self.index.retain(chosen, wish.priority, wish.duration_s)
 
     def tell_indexed(self, stream: CacheStream, chain: PrefixChain, page: int, position: int) -> None:
         """A page of ``stream`` entered the index."""

@@ -72,6 +72,23 @@ class Prober:
             self._pool.lease(stream, pages)
         return self._match(pages)
 
+    def peek(self, stream: CacheStream) -> list[int]:
+        """Pages that a look-up would lease for a stream that has not begun."""
+        chain, index = stream.chain, self._pool.index
+        needs_every_row = self._table.requests[stream.rid].config.prompt_logprobs
+        if chain is None or index is None or not stream.is_fresh or stream.lease is not None or needs_every_row:
+            return []
+        return index.peek(stream.root, chain.keys)[: chain.match_limit(chain.first_span_slots)]
+
+    def lease(self, stream: CacheStream) -> int:
+        """Lease them; returns their number. The probe of the first step finds the lease and takes no second one."""
+        if not self.peek(stream) or stream.chain is None or self._pool.index is None:
+            return 0
+        pages = self._pool.index.lookup(stream.root, stream.chain.keys)
+        self._pool.lease(stream, pages[: stream.chain.match_limit(stream.chain.first_span_slots)])
+        self._counters.probes += 1
+        return len(stream.lease or ())
+
     def agree(self, stream: CacheStream, slots: int) -> None:
         """The step is cut to ``slots``: keep the leased pages that cover them."""
         if stream.lease is not None and stream.is_fresh:

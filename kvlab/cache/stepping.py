@@ -12,7 +12,7 @@ from kvlab.cache.pool import PagePool
 from kvlab.cache.stream import CacheStream
 from kvlab.cache.table import StreamTable
 from kvlab.errors import InputError, IntegrityError
-from kvlab.spec import AllocationFailed, Segment, Step, StepContext, StepRow, StreamKey
+from kvlab.spec import AllocationFailed, GrantDeferred, Segment, Step, StepContext, StepRow, StreamKey
 
 Row = tuple[CacheStream, int]  # a stream and the tokens its step adds
 
@@ -28,7 +28,7 @@ class Stepper:
 
     # -- admit: reservation only
 
-    def admit(self, step: Step, ctx: StepContext) -> AllocationFailed | None:
+    def admit(self, step: Step, ctx: StepContext) -> AllocationFailed | GrantDeferred | None:
         """Turn leases into pages, reserve what the step writes, and mark its streams; or say who lacks pages.
 
         Conversions and pages that were made stay with their streams, so that the next try makes none twice.
@@ -76,7 +76,7 @@ class Stepper:
             if stream.chain is not None:
                 stream.chain.cursor = stream.hits
 
-    def _reserve(self, step: Step, rows: list[Row], forks: list[OpenFork]) -> AllocationFailed | None:
+    def _reserve(self, step: Step, rows: list[Row], forks: list[OpenFork]) -> AllocationFailed | GrantDeferred | None:
         """Fork targets, then segments; each stream gets all it needs or nothing, and earlier ones keep what they got."""
         growth: dict[StreamKey, int] = {stream.key: span for stream, span in rows}
         for fork in forks:

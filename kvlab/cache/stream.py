@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvlab.cache.chain import PrefixChain
-from kvlab.spec import RequestId, StreamKey
+from kvlab.spec import RequestId, Retention, StreamKey
 
 
 class RootName(NamedTuple):
@@ -56,6 +56,7 @@ class CacheStream:
     reset_generation: int = 0  # moves when the content is rewound or replaced
     step_in_flight: bool = False
     reported: bool = False
+    retention: tuple[Retention, ...] = ()  # how long its pages should stay cached
 
     @property
     def key(self) -> StreamKey:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any, overload
 
 from kvlab.attention.base import AttentionBackend
 from kvlab.cache.kv import KVResource
-from kvlab.engine.admission import Admission, HoldLog
 from kvlab.engine.chunks import ChunkRule
 from kvlab.engine.declare import check_declaration, moved_root, open_caches
+from kvlab.engine.gate import AdmissionOptions, Gate
 from kvlab.engine.handle import RequestHandle, finished
+from kvlab.engine.holds import HoldLog
 from kvlab.engine.intake import Intake
 from kvlab.engine.interrupts import deferred_interrupts
 from kvlab.engine.positions import Positions
@@ -29,13 +30,15 @@ from kvlab.events import (
     ModelLoaded,
     RequestFinished,
     RequestHeld,
+    RequestPreempted,
     RequestStarted,
     RequestSubmitted,
+    Stalled,
     TokenSampled,
     TokensMissed,
 )
 from kvlab.recorder import Recorder
-from kvlab.spec import AllocationFailed, ModelSpec, Prompt, Resource, Walk
+from kvlab.spec import AllocationFailed, ModelSpec, Prompt, RequestConfig, RequestId, Resource, Walk
 
 logger = logging.getLogger("kvlab.engine")
 
@@ -49,7 +52,7 @@ class Engine:
         attention: the backend over the same pages.
         positions, sampler: made for the model when not given.
         preprocess: tokenises and keys prompts; inline when not given.
-        admission: who may start.
+        admission: who may start, and whether a running request may be sent back.
         chunks: where prefills are cut.
         recorder: keeps events; None records nothing and costs nothing.
         clock: seconds, monotone.
@@ -72,7 +75,7 @@ class Engine:
         positions: Positions | None = None,
         sampler: Sampler | None = None,
         preprocess: PreprocessWorker | None = None,
-        admission: Admission | None = None,
+        admission: AdmissionOptions | None = None,
         chunks: ChunkRule | None = None,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -83,7 +86,6 @@ class Engine:
         self.positions = Positions() if positions is None else positions
         self.sampler = Sampler(model.vocab_size, seed=seed) if sampler is None else sampler
         self.preprocess = preprocess or PreprocessWorker(model.processor, model.prefix_key_streams(), {kv.key: kv.page_size})
-        self.admission = admission or Admission()
         self.recorder = recorder
         self._resources: tuple[Resource, ...] = (kv, attention, self.positions, self.sampler)
         self._clock, self._hold_log = clock, HoldLog(clock)
@@ -91,7 +93,12 @@ class Engine:
         self._walks = dict(model.walks())
         self._waiting: list[Run] = []
         self._running: list[Run] = []
+        self._in_flight: dict[RequestId, Run] = {}
         self._rids = itertools.count(1)
+        self._gate = Gate(kv, admission or AdmissionOptions(), rounds_left=self._rounds_left, record=recorder)
+        kv.guard_grants(self._gate.may_grant)
+        kv.pins.can_spare = self._gate.can_spare
+        self._is_short = False  # an admitted request was held in the last round
         self._round, self._in_step = 0, False
         check_declaration(model, self._resources)
         if recorder is not None:
@@ -141,6 +148,7 @@ class Engine:
         if run.future.done():
             self._prepare(run)
         self._waiting.append(run)
+        self._in_flight[run.rid] = run
         return RequestHandle(run, step=self.step, cancel=self._cancel)
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[StreamChunk]:
@@ -201,10 +209,34 @@ class Engine:
         with deferred_interrupts():
             for outcome in outcomes:
                 self._take_outcome(outcome)
-        num_ran = sum(outcome.num_ran for outcome in outcomes)
-        if num_ran == 0:
-            self._stop_if_stalled(outcomes)
+            num_ran = sum(outcome.num_ran for outcome in outcomes)
+            held = [run for outcome in outcomes for run, _ in outcome.held if run.result is None]
+            self._is_short = bool(held)
+            if held and not self._preempt_for(held, num_ran) and num_ran == 0:
+                self._stop_if_stalled(held)
         return num_ran
+
+    def pin(self, prompt: Prompt, *, name: str, salt: str = "", fields: Mapping[str, Any] | None = None) -> int:
+        """Keep the whole pages of ``prompt`` cached under ``name`` until ``unpin``; what is not cached yet is computed.
+
+        Pins survive requests and end with a reset. A chat pins its template's ending too, so pin the ids or the text that
+        others begin with.
+
+        Returns:
+            How many pages they are.
+
+        Raises:
+            InputError: as ``submit``; the name is taken, the prompt fills no page, the pool's ``max_pinned_pages`` would be
+                exceeded, or requests under way were promised the room. Then nothing is pinned.
+        """
+        options: dict[str, Any] = {"max_tokens": 0, "salt": salt, "fields": dict(fields or {})}
+        self.submit(prompt, **options).result()
+        prepared = self.preprocess.prepare(prompt, options["fields"])
+        return self.kv.pins.pin(name, RequestConfig(prepared.configs.get(self.kv.key, {}), salt=salt))
+
+    def unpin(self, name: str) -> int:
+        """Let the pages pinned as ``name`` go when room is needed; returns how many they are."""
+        return self.kv.pins.unpin(name)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached page. Pages of running requests stay readable and are not offered again."""
@@ -219,6 +251,7 @@ class Engine:
         """
         for resource in self._resources:
             resource.check()
+        self._gate.check()
 
     def close(self) -> None:
         """Cancel what is in flight and let go of workers and files."""
@@ -262,17 +295,39 @@ class Engine:
                 self._end(run, "error", error)
 
     def _start_waiting(self) -> None:
-        while self._waiting and self.admission.may_start(len(self._running)):
+        if self._is_short and self._running and self._gate.options.preempts:
+            return  # what was just given back is for those that were held
+        while self._waiting:
             if not self._waiting[0].prepared:
                 if self._running:
                     return
                 self._waiting[0].future.exception()  # nothing else to do: wait for the worker
                 self._collect_prepared()
                 continue
-            run = self._waiting.pop(0)
+            ready = list(itertools.takewhile(lambda run: run.prepared, self._waiting))
+            place = self._gate.choose([self._intake.claim(run) for run in ready])
+            if place is None and not self._running:
+                self._end(self._waiting[0], "error", self._never_fits(self._waiting[0]))
+                continue
+            if place is None:
+                return
+            run = self._waiting.pop(place)
             self._running.append(run)
             if self.recorder is not None:
                 self.recorder(RequestStarted(run.rid))
+
+    def _never_fits(self, run: Run) -> InputError:
+        need, supply = self._intake.claim(run).total_pages, self.kv.supply_pages()
+        return InputError(
+            f"request {run.rid} needs up to {need} pages; nothing else runs, {len(self.kv.pins)} pages are pinned, and only "
+            f"{supply} can be had; unpin something or give the pool more pages (num_pages)"
+        )
+
+    def _rounds_left(self, rid: RequestId) -> int:
+        run = self._in_flight.get(rid)
+        if run is None:
+            return 0
+        return run.tokens_left + (not self._walks[run.walk].loops)
 
     # -- a round
 
@@ -345,17 +400,36 @@ class Engine:
                 )
                 self._end(run, "deadline", DeadlineError(message))
 
-    def _stop_if_stalled(self, outcomes: Sequence[Outcome]) -> None:
-        held = [run for outcome in outcomes for run, _ in outcome.held]
-        if not held or any(run.has_deadline for run in held):
+    def _preempt_for(self, held: Sequence[Run], num_ran: int) -> bool:
+        """Send the newest request back to the queue when a decode lacks a page, or when nobody could run."""
+        needy = next((run for run in held if num_ran == 0 or self._walks[run.walk].loops), None)
+        if needy is None or not self._gate.options.preempts or len(self._running) < 2:
+            return False
+        self._preempt(self._running[-1], needy)
+        return True
+
+    def _preempt(self, victim: Run, needy: Run) -> None:
+        taken = sum(self.kv.pages_taken(victim.rid))
+        prepared = self.preprocess.prepare([*victim.prompt_ids, *victim.generated])
+        self._intake.send_back(victim, prepared)
+        self._gate.release(victim.rid)
+        self._running.remove(victim)
+        self._waiting.insert(0, victim)
+        if self.recorder is not None:
+            self.recorder(RequestPreempted(victim.rid, needy.rid, len(victim.generated), taken))
+
+    def _stop_if_stalled(self, held: Sequence[Run]) -> None:
+        if any(run.has_deadline for run in held):
             return
         live = self.kv.usable_pages - self.kv.arena.num_free
+        settings = ", ".join(f"{name} is {value}" for name, value in self._gate.facts().items())
         error = StallError(
             f"all {len(held)} running requests wait for pages and nothing can free one: {live} of {self.kv.usable_pages} "
-            f"usable pages are in use (page size {self.kv.page_size}), max_concurrent_requests is "
-            f"{self.admission.max_concurrent_requests}; give the pool more pages (num_pages), or set max_concurrent_requests "
-            "so that all of them fit at their final length"
+            f"usable pages are in use (page size {self.kv.page_size}); {settings}; give the pool more pages (num_pages), set "
+            "max_concurrent_requests so that all of them fit at their final length, or admit with admission='reserve'"
         )
+        if self.recorder is not None:
+            self.recorder(Stalled([run.rid for run in held], self.kv.usable_pages, live, settings))
         for run in held:
             self._end(run, "error", error)
         raise error
@@ -371,7 +445,9 @@ class Engine:
         if run.result is not None:
             return
         (self._running if run in self._running else self._waiting).remove(run)
+        del self._in_flight[run.rid]
         run.future.cancel()
+        self._gate.release(run.rid)
         misses = [miss for resource in self._resources for miss in resource.cached_misses(run.rid)]
         self._remember_keys(run)
         for resource in self._resources:
@@ -380,7 +456,7 @@ class Engine:
             reason, now_s=self._clock(), page_size=self.kv.page_size, model=self.model.identity, misses=misses, error=error
         )
         if self.recorder is not None:
-            for m in misses:
+            for m in run.result.misses:
                 self.recorder(TokensMissed(run.rid, m.label, m.start, m.stop, m.cause, m.evidence))
             message = "" if error is None else str(error)
             cached, ttft_ms = run.result.cached_tokens, run.result.ttft_ms

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvlab.cache.kv import KVResource
+from kvlab.engine.gate import Claim
 from kvlab.engine.preprocess import Prepared
 from kvlab.engine.request import RequestOptions
 from kvlab.engine.run import Run
@@ -27,13 +29,28 @@ class Intake:
         """
         options = run.request.options
         run.record, run.prompt_ids = prepared.record, tuple(self._main_ids(prepared))
-        self._check_fits(len(run.prompt_ids), options)
+        run.input_tokens = len(run.prompt_ids)
+        self._check_fits(run, options)
         run.schedule = self._model.schedule(prepared.record, options.max_tokens)
         own_stops = () if options.ignore_eos else self._model.processor.stop_ids
         run.stop_ids = frozenset((*options.stop_ids, *own_stops))
         run.text = TextStream(self._model.processor.decode, options.stop)
         self._ingest(run, prepared)
         run.prepared = True
+
+    def send_back(self, run: Run, prepared: Prepared) -> None:
+        """Let ``run`` begin anew with ``prepared``: its prompt and what it has generated."""
+        misses = [miss for resource in self._resources for miss in resource.cached_misses(run.rid)]
+        for resource in self._resources:
+            resource.resume_request(run.rid, _config(prepared, resource, run.request.options))
+        run.send_back(replace(prepared.record, fork=run.record.fork), misses)
+
+    def claim(self, run: Run) -> Claim:
+        """What ``run`` will hold until its end."""
+        slots = self._model.slots(run.record, run.tokens_left)
+        prompt_pages = sum(self._kv.pages_needed(prompt) for prompt, _ in slots.values())
+        total_pages = sum(self._kv.pages_needed(end) for _, end in slots.values())
+        return Claim(run.rid, total_pages, prompt_pages, sum(end > prompt for prompt, end in slots.values()))
 
     def _ingest(self, run: Run, prepared: Prepared) -> None:
         try:
@@ -49,7 +66,8 @@ class Intake:
         tensor = streams["main"].tensor if "main" in streams else next(iter(prepared.record.tensors))
         return prepared.record.tensors[tensor]
 
-    def _check_fits(self, prompt_tokens: int, options: RequestOptions) -> None:
+    def _check_fits(self, run: Run, options: RequestOptions) -> None:
+        prompt_tokens = len(run.prompt_ids)
         total, context = prompt_tokens + options.max_tokens, self._model.max_seq_len
         if total > context:
             raise InputError(
@@ -58,8 +76,7 @@ class Intake:
                 f"{max(context - prompt_tokens, 0)} tokens"
             )
         self._check_token_ids(options)
-        # the last sampled token is never written
-        pages = self._kv.pages_needed(prompt_tokens + max(options.max_tokens - 1, 0))
+        pages = self.claim(run).total_pages
         if pages > self._kv.usable_pages:
             raise InputError(
                 f"the request needs up to {pages} pages ({prompt_tokens} prompt tokens, max_tokens {options.max_tokens}, "
@@ -82,4 +99,5 @@ def _config(prepared: Prepared, resource: Resource, options: RequestOptions) -> 
         salt=options.salt,
         sampling=options.sampling,
         prompt_logprobs=options.sampling.prompt_logprobs,
+        retention=options.retention,
     )

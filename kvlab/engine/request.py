@@ -12,7 +12,7 @@ from typing import Any
 
 from kvlab.engine.sampler import SamplingParams
 from kvlab.errors import InputError
-from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId
+from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class RequestOptions:
         ignore_eos: do not stop at the model's own stop ids.
         prefix_cache: False = neither reuse pages nor offer them.
         salt: requests share pages only with requests of the same salt.
+        retention: how long ranges of its pages should stay cached; needs policy "priority".
         deadline_s: end the request with DeadlineError this long after submission.
         deadline_steps: the same, in engine steps; a held step counts.
         name: how tables and figures call the request.
@@ -50,6 +51,7 @@ class RequestOptions:
     ignore_eos: bool = False
     prefix_cache: bool = True
     salt: str = ""
+    retention: tuple[Retention, ...] = ()
     deadline_s: float | None = None
     deadline_steps: int | None = None
     name: str = ""
@@ -70,6 +72,11 @@ class RequestOptions:
             _check_stop_string(text)
         for token in self.stop_ids:
             _check_whole("an entry of stop_ids", token, 0)
+        for wish in self.retention:
+            if not isinstance(wish, Retention):
+                raise InputError(
+                    f"an entry of retention is {wish!r}; give kvlab.spec.Retention(start, stop, priority, duration_s)"
+                )
         if self.on_token is not None and not callable(self.on_token):
             raise InputError(f"on_token is {self.on_token!r}; give a function of one StreamChunk")
 
@@ -115,14 +122,14 @@ def read_options(options: Mapping[str, Any]) -> RequestOptions:
             raise InputError(f"unknown option {name}{hint}")
     sampling = SamplingParams(**{k: v for k, v in options.items() if k in _SAMPLING_NAMES})
     rest = {k: v for k, v in options.items() if k in _OPTION_NAMES}
-    for name in ("stop", "stop_ids"):
+    for name in ("stop", "stop_ids", "retention"):
         if name in rest:
             rest[name] = _as_tuple(name, rest[name])
     return RequestOptions(**rest, sampling=sampling)
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str | int):
+    if isinstance(value, str | int | Retention):
         return (value,)
     try:
         return tuple(value)
@@ -191,7 +198,8 @@ class GenerationResult:
     ``ids`` are the sampled ids, the stop id included; ``text`` is the reply without it. ``prompt_tokens`` and ``cached_tokens``
     count KV slots of main's prompt; ``cached_by_label`` has every label. ``ttft_ms`` runs from submission to the first token;
     ``tokens_per_s`` is the rate after it (None for fewer than two tokens). ``finish_reason``: stop | length | cancelled |
-    deadline | error; ``error`` is set for the last two.
+    deadline | error; ``error`` is set for the last two. ``resumed_tokens`` were found cached after preemptions, and count as no
+    hit.
     """
 
     rid: RequestId
@@ -215,6 +223,8 @@ class GenerationResult:
     logprobs: tuple[Mapping[str, Any], ...] = ()
     prompt_logprobs: tuple[float | None, ...] = ()
     held_steps: int = 0
+    preemptions: int = 0
+    resumed_tokens: int = 0
     error: Exception | None = None
     stop_ids: frozenset[int] = frozenset()
 

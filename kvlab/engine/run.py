@@ -30,6 +30,7 @@ class Run:
     record: PromptRecord = field(default_factory=lambda: PromptRecord({}))
     schedule: tuple[str, ...] = ()
     prompt_ids: tuple[int, ...] = ()
+    input_tokens: int = 0  # the prompt's, and after a preemption those generated before it
     stop_ids: frozenset[int] = frozenset()
     text: TextStream = field(default_factory=lambda: TextStream(lambda ids: ""))
     walk_index: int = 0
@@ -42,6 +43,9 @@ class Run:
     first_token_s: float | None = None
     last_token_s: float | None = None
     held_steps: int = 0
+    preemptions: int = 0
+    resumed_tokens: int = 0
+    first_misses: tuple[Miss, ...] = ()
     cancel_requested: bool = False
     result: GenerationResult | None = None
 
@@ -59,6 +63,11 @@ class Run:
         return self.request.options.sampling.prompt_logprobs
 
     @property
+    def tokens_left(self) -> int:
+        """Tokens it may still generate."""
+        return max(self.request.options.max_tokens - len(self.generated), 0)
+
+    @property
     def has_deadline(self) -> bool:
         return self.request.options.deadline_s is not None or self.request.options.deadline_steps is not None
 
@@ -70,7 +79,10 @@ class Run:
         return too_late or too_long
 
     def note_match(self, matches: Mapping[str, Match]) -> None:
-        """Remember how much of the current walk was served from pages."""
+        """Remember how much of the current walk was served from pages; a resumed request's own pages are no hit."""
+        if self.preemptions:
+            self.resumed_tokens += sum(match.slots for match in matches.values())
+            return
         for label, match in matches.items():
             self.cached[label] = match.slots
 
@@ -95,6 +107,15 @@ class Run:
             return "stop"
         return "length" if len(self.generated) >= self.request.options.max_tokens else None
 
+    def send_back(self, record: PromptRecord, misses: Sequence[Miss]) -> None:
+        """Preempted: the request starts over with what it has generated as part of its input."""
+        self.first_misses = self.first_misses or tuple(misses)
+        self.preemptions += 1
+        self.record, self.walk_index, self.rest = record, 0, None
+        self.input_tokens = len(self.prompt_ids) + len(self.generated)
+        if len(self.prompt_logprobs) < len(self.prompt_ids):
+            self.prompt_logprobs.clear()
+
     def to_result(
         self, reason: str, *, now_s: float, page_size: int, model: str, misses: Sequence[Miss], error: Exception | None
     ) -> GenerationResult:
@@ -116,13 +137,15 @@ class Run:
             ttft_ms=None if self.first_token_s is None else (self.first_token_s - self.submitted_s) * 1e3,
             total_ms=(now_s - self.submitted_s) * 1e3,
             tokens_per_s=self._rate(),
-            misses=MissTable(misses),
+            misses=MissTable(self.first_misses or misses),
             model=model,
             request=self.request,
             fork=self.record.fork,
             logprobs=tuple(self.logprobs),
             prompt_logprobs=tuple(self.prompt_logprobs),
             held_steps=self.held_steps,
+            preemptions=self.preemptions,
+            resumed_tokens=self.resumed_tokens,
             error=error,
             stop_ids=self.stop_ids,
         )

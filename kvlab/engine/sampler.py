@@ -86,6 +86,9 @@ class Sampler(Resource):
         if request is not None:
             request.seen, request.skipped = self._empty_mask(request.params), []
 
+    def resume_request(self, rid: RequestId, config: RequestConfig) -> None:
+        self.reset_request(rid)  # the random stream goes on where it was
+
     def remove_request(self, rid: RequestId) -> None:
         self._requests.pop(rid, None)
 

@@ -123,7 +123,7 @@ class Stepper:
 
     def _cut(self, run: Run, inputs: WalkInputs, budget: int) -> _Row:
         ((label, ids),) = inputs.ids.items()
-        start = len(run.prompt_ids) - len(ids)
+        start = run.input_tokens - len(ids)
         take = self._chunks.cut(start=start, remaining=len(ids), budget=budget)
         if take >= len(ids):
             return _Row(run, inputs, None)

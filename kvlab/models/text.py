@@ -56,6 +56,10 @@ class TextSchedule:
         # The prefill samples the first token, so one token needs no decode.
         return ("prefill", "decode") if max_tokens > 1 else ("prefill",)
 
+    def slots(self, record: PromptRecord, max_tokens: int) -> Mapping[str, tuple[int, int]]:
+        prompt_slots = len(record.tensors["tokens"])
+        return {"main": (prompt_slots, prompt_slots + max(max_tokens - 1, 0))}
+
     def prepare_inputs(self, walk: str, record: PromptRecord, generated: Sequence[int]) -> WalkInputs | None:
         if walk == "prefill":
             return WalkInputs({"main": record.tensors["tokens"]})

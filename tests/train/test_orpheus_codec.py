@@ -102,7 +102,7 @@ def test_a_decoder_trained_further_comes_closer_and_leaves_the_codes(sounds: lis
     torch.manual_seed(0)
     start = task.losses(0)["mel"].item()
     means = loop.train(task, tmp_path / "decoder.pt", num_steps=12)
-    assert means["mel"] < 0.9 * start
+    assert means["mel"] < 0.95 * start
     assert all(map(torch.equal, before, [codec.encode(first.net, sound) for sound in sounds]))
 
 

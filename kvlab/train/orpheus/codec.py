@@ -117,9 +117,11 @@ class CodecTask:
         seed: int = 0,
     ) -> None:
         torch.manual_seed(seed)
-        self.net = build(config)
+        self.net: Any = build(config)
         quick.speed_up(self.net)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=PEAK_LR, betas=(0.8, 0.99), weight_decay=0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            self.net.parameters(), lr=PEAK_LR, betas=(0.8, 0.99), weight_decay=0.01
+        )
         self.sounds, self.loss = sounds, MelLoss()
         self.unquantised_steps = unquantised_steps
         self.last_restart = int(RESTART_SHARE * num_steps)
@@ -200,12 +202,14 @@ class DecoderTask:
     name = "decoder"
     peak_lr = DECODER_PEAK_LR
 
-    def __init__(self, net: nn.Module, sounds: Sequence[Tensor]) -> None:
+    def __init__(self, net: Any, sounds: Sequence[Tensor]) -> None:
         self.net, self.loss = net, MelLoss()
         quick.speed_up(net)
         net.requires_grad_(False)
         net.decoder.requires_grad_(True)
-        self.optimizer = torch.optim.AdamW(net.decoder.parameters(), lr=DECODER_PEAK_LR, betas=(0.8, 0.99), weight_decay=0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            net.decoder.parameters(), lr=DECODER_PEAK_LR, betas=(0.8, 0.99), weight_decay=0.01
+        )
         self.sounds = [_whole_frames(sound, at_least=SEGMENT_FRAMES) for sound in sounds]
 
     @cached_property
@@ -252,7 +256,7 @@ def _segment(sound: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def encode(net: nn.Module, sound: Tensor) -> Tensor:
+def encode(net: Any, sound: Tensor) -> Tensor:
     """Return a recording's codes as rows of seven in the order the speech model writes them: [frames, 7]."""
     coarse, middle, fine = (level[0] for level in net.encode(_whole_frames(sound)[None, None]))
     middle, fine = middle.view(-1, 2), fine.view(-1, 4)

@@ -63,7 +63,7 @@ def _of_speech(judge: Judge, phrases: Sequence[corpus.Phrase], spoken: Sequence[
 
 
 def _floats(speech: Speech) -> NDArray[np.float32]:
-    return speech.samples.astype(np.float32) / 32768
+    return speech.samples.astype(np.float32) / np.float32(32768)
 
 
 def _by_voice(judge: Judge, phrases: Sequence[corpus.Phrase], sounds: Sounds) -> dict[str, float]:

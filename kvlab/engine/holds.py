@@ -1,4 +1,4 @@
-"""Who may start, and how often a wait for pages is reported."""
+"""How often a wait for pages is reported."""
 
 from __future__ import annotations
 
@@ -6,29 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvlab.errors import InputError
-
 logger = logging.getLogger("kvlab.engine")
-
-
-@dataclass(frozen=True)
-class Admission:
-    """Lets waiting requests start in the order they came, as long as fewer than the limit run.
-
-    Args:
-        max_concurrent_requests: most requests in flight; None = no limit.
-    """
-
-    max_concurrent_requests: int | None = None
-
-    def __post_init__(self) -> None:
-        limit = self.max_concurrent_requests
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise InputError(f"max_concurrent_requests is {limit!r}; it must be a whole number of at least 1, or None")
-
-    def may_start(self, num_running: int) -> bool:
-        """True when one more request may join ``num_running``."""
-        return self.max_concurrent_requests is None or num_running < self.max_concurrent_requests
 
 
 @dataclass

@@ -1,0 +1,289 @@
+"""Who may start: a request reserves the pages of its whole life before its first step, so that none stops half way.
+
+    supply = free pages + pages the index can give up        outstanding = pages admitted requests may still take
+
+"reserve" admits while outstanding + need <= supply. "peak" admits while the worst moment of all lives together fits, and then
+guards each grant so that the admitted can always finish one after another. "none" admits everybody: the historical behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvlab.engine.footprint import Footprint, can_finish, peak_pages
+from kvlab.errors import InputError, IntegrityError
+from kvlab.events import Event, GrantRefused, RequestReserved, RequestWaits, ReservationReleased
+from kvlab.spec import RequestId
+
+ADMISSIONS = ("reserve", "peak", "none")
+ORDERS = ("fifo", "backfill")
+PROTECTIONS = ("easy",)
+
+
+@dataclass(frozen=True)
+class AdmissionOptions:
+    """How requests are let in.
+
+    Args:
+        admission: "reserve", "peak" or "none".
+        admission_order: "fifo", or "backfill": requests behind the head may go first where that cannot delay it.
+        backfill_protect: "easy": the head's earliest start is never moved back.
+        backfill_window: waiting requests looked at behind the head.
+        max_concurrent_requests: most requests in flight; None = no limit.
+        preemption: whether the newest request gives its pages back when nothing else can free one; None = with "reserve" and
+            "peak", but not with "none".
+
+    Raises:
+        InputError: an unknown name or an illegal number.
+    """
+
+    admission: str = "reserve"
+    admission_order: str = "fifo"
+    backfill_protect: str = "easy"
+    backfill_window: int = 128
+    max_concurrent_requests: int | None = None
+    preemption: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("admission", ADMISSIONS), ("admission_order", ORDERS), ("backfill_protect", PROTECTIONS)):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        _check_whole("backfill_window", self.backfill_window)
+        if self.max_concurrent_requests is not None:
+            _check_whole("max_concurrent_requests", self.max_concurrent_requests)
+        if self.preemption not in (None, True, False):
+            raise InputError(f"preemption is {self.preemption!r}; it must be True, False or None")
+
+    @property
+    def preempts(self) -> bool:
+        """True when a request may be sent back to the queue for another's sake."""
+        return self.admission != "none" if self.preemption is None else self.preemption
+
+
+def _check_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} is {value!r}; it must be a whole number of at least 1")
+
+
+class Supply(Protocol):
+    """What the gate asks of a pool; KVResource answers it."""
+
+    page_size: int
+
+    @property
+    def usable_pages(self) -> int: ...
+
+    def supply_pages(self, excluding: Sequence[int] = ()) -> int:
+        """Free pages and those eviction could reach, ``excluding`` left out."""
+        ...
+
+    def supply_mark(self) -> tuple[int, ...]:
+        """A value that stays the same while ``supply_pages`` cannot have changed."""
+        ...
+
+    def peek_prefix(self, rid: RequestId) -> list[int]:
+        """Pages of the index a fresh request would be lent now, all labels; touches nothing."""
+        ...
+
+    def lease_prefix(self, rid: RequestId) -> int:
+        """Hold those pages for the request; returns their number."""
+        ...
+
+    def pages_taken(self, rid: RequestId) -> tuple[int, int]:
+        """Pages of a request: (taken from the free list, lent by the index or leased)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a request will hold over its life: ``total_pages``, lent ones included, of them ``prompt_pages`` for its prompt, in
+    ``growth`` growing streams.
+    """
+
+    rid: RequestId
+    total_pages: int
+    prompt_pages: int
+    growth: int = 1
+
+
+class Gate:
+    """Admits requests to one pool.
+
+    Args:
+        rounds_left: rounds until a request ends, at most; 0 once it has ended.
+        record: event sink, or None.
+    """
+
+    def __init__(
+        self,
+        pool: Supply,
+        options: AdmissionOptions,
+        *,
+        rounds_left: Callable[[RequestId], int],
+        record: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.options = options
+        self._pool, self._rounds_left, self._record = pool, rounds_left, record
+        self._claims: dict[RequestId, Claim] = {}
+        self._epoch = 0  # moves when a reservation comes or goes
+        self._refused: tuple[object, ...] | None = None
+        self._told: dict[RequestId, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    # -- letting in
+
+    def choose(self, waiting: Sequence[Claim]) -> int | None:
+        """Return which of ``waiting`` (in the order they came) is let in now, with its hit leased; None = nobody.
+
+        A refused queue is not looked at again until a page, a reservation or its head has changed.
+        """
+        limit = self.options.max_concurrent_requests
+        if not waiting or (limit is not None and len(self._claims) >= limit):
+            return None
+        if self.options.admission == "none":
+            return self._let_in(waiting, 0, 0)
+        mark = (self._epoch, self._pool.supply_mark(), waiting[0].rid, len(waiting) if self._backfills else 0)
+        if mark == self._refused:
+            return None
+        chosen = self._first_fitting(waiting)
+        self._refused = mark if chosen is None else None
+        return chosen
+
+    @property
+    def _backfills(self) -> bool:
+        return self.options.admission_order == "backfill"
+
+    def _first_fitting(self, waiting: Sequence[Claim]) -> int | None:
+        hit = self._pool.peek_prefix(waiting[0].rid)
+        supply = self._pool.supply_pages(hit)
+        if self._fits(waiting[0], len(hit), supply):
+            return self._let_in(waiting, 0, len(hit))
+        self._tell_waits(waiting[0], len(hit), supply)
+        if not self._backfills:
+            return None
+        shadow_round, spare_pages = self._head_start(waiting[0].total_pages - len(hit), supply)
+        for place in range(1, min(len(waiting), self.options.backfill_window + 1)):
+            claim = waiting[place]
+            hit = self._pool.peek_prefix(claim.rid)
+            is_gone_in_time = self._rounds_left(claim.rid) <= shadow_round
+            if (is_gone_in_time or claim.total_pages - len(hit) <= spare_pages) and self._fits(
+                claim, len(hit), self._pool.supply_pages(hit)
+            ):
+                return self._let_in(waiting, place, len(hit))
+        return None
+
+    def _fits(self, claim: Claim, hit_pages: int, supply: int) -> bool:
+        need = claim.total_pages - hit_pages
+        if self.options.admission == "reserve":
+            return self.outstanding_pages() + need <= supply
+        held = self._footprints()
+        entering = Footprint(0, need, max(claim.prompt_pages - hit_pages, 0), claim.growth, self._rounds_left(claim.rid))
+        return peak_pages([*held, entering], self._pool.page_size) <= supply + sum(f.held_pages for f in held)
+
+    def _let_in(self, waiting: Sequence[Claim], place: int, hit_pages: int) -> int:
+        claim = waiting[place]
+        self._claims[claim.rid] = claim
+        self._epoch += 1
+        self._told.pop(claim.rid, None)
+        if self.options.admission != "none":
+            leased = self._pool.lease_prefix(claim.rid)
+            if leased != hit_pages:
+                raise IntegrityError(f"request {claim.rid} was let in with {hit_pages} cached pages and leased {leased}")
+        if self._record is not None:
+            self._record(RequestReserved(claim.rid, claim.total_pages, hit_pages, self.outstanding_pages(), len(waiting) - 1))
+        return place
+
+    def _tell_waits(self, claim: Claim, hit_pages: int, supply: int) -> None:
+        need = claim.total_pages - hit_pages
+        reason = f"needs {need} pages"
+        if self._record is not None and self._told.get(claim.rid) != reason:
+            self._told[claim.rid] = reason
+            self._record(RequestWaits(claim.rid, need, hit_pages, supply, self.outstanding_pages()))
+
+    def _head_start(self, need: int, supply: int) -> tuple[int, int]:
+        """The round in which the head can start at the latest, and the pages it leaves spare then."""
+        room = supply - self.outstanding_pages()
+        for claim in sorted(self._claims.values(), key=lambda c: self._rounds_left(c.rid)):
+            _, lent = self._pool.pages_taken(claim.rid)
+            room += claim.total_pages - lent
+            if room >= need:
+                return self._rounds_left(claim.rid), room - need
+        return 0, 0
+
+    # -- what is owed
+
+    def outstanding_pages(self) -> int:
+        """Pages that admitted requests may still take from the free list."""
+        return sum(max(c.total_pages - sum(self._pool.pages_taken(c.rid)), 0) for c in self._claims.values())
+
+    def _footprints(self) -> list[Footprint]:
+        return [self._footprint(claim) for claim in self._claims.values()]
+
+    def _footprint(self, claim: Claim) -> Footprint:
+        fresh, lent = self._pool.pages_taken(claim.rid)
+        now = max(claim.prompt_pages - lent - fresh, 0)
+        return Footprint(fresh, claim.total_pages - lent, now, claim.growth, self._rounds_left(claim.rid))
+
+    # -- grants, and the end
+
+    def may_grant(self, rid: RequestId, num_pages: int) -> bool:
+        """True when ``rid`` may take ``num_pages`` now; only "peak" ever says no."""
+        if self.options.admission != "peak" or rid not in self._claims:
+            return True
+        free = self._pool.supply_pages()
+        mine = self._footprint(self._claims[rid])
+        if mine.owed_pages <= free:
+            return True  # it can finish on what is free
+        others = [self._footprint(c) for c in self._claims.values() if c.rid != rid]
+        if not can_finish([mine, *others], free):
+            return True  # unsafe already: refusing makes it no better
+        granted = Footprint(mine.held_pages + num_pages, mine.claim_pages, 0, mine.growth, mine.rounds)
+        is_safe = can_finish([granted, *others], free - num_pages)
+        if not is_safe and self._record is not None:
+            self._record(GrantRefused(rid, num_pages, free, mine.owed_pages))
+        return is_safe
+
+    def can_spare(self, pages: Sequence[int]) -> bool:
+        """True when the admitted requests can still finish if cached ``pages`` cannot be had any more."""
+        supply = self._pool.supply_pages(pages)
+        if self.options.admission == "reserve":
+            return self.outstanding_pages() <= supply
+        return self.options.admission == "none" or can_finish(self._footprints(), supply)
+
+    def release(self, rid: RequestId) -> None:
+        """The request has ended or gone back to the queue; unknown requests are ignored."""
+        self._told.pop(rid, None)
+        if self._claims.pop(rid, None) is not None:
+            self._epoch += 1
+            if self._record is not None:
+                self._record(ReservationReleased(rid, self.outstanding_pages()))
+
+    def check(self) -> None:
+        """Verify that no request holds more than it reserved, and that what is owed can be had.
+
+        Raises:
+            IntegrityError: names the request and both numbers.
+        """
+        if self.options.admission == "none":
+            return
+        for claim in self._claims.values():
+            fresh, lent = self._pool.pages_taken(claim.rid)
+            if fresh + lent > claim.total_pages:
+                raise IntegrityError(f"request {claim.rid} holds {fresh + lent} pages and reserved {claim.total_pages}")
+        supply, owed = self._pool.supply_pages(), self.outstanding_pages()
+        if self.options.admission == "reserve" and owed > supply:
+            raise IntegrityError(f"admitted requests may take {owed} more pages and only {supply} are free or evictable")
+        if self.options.admission == "peak" and not can_finish(self._footprints(), supply):
+            raise IntegrityError(f"the admitted requests cannot all finish on {supply} free or evictable pages")
+
+    def facts(self) -> Mapping[str, object]:
+        """The settings that bound who runs, for a stall's message."""
+        return {
+            "admission": self.options.admission,
+            "max_concurrent_requests": self.options.max_concurrent_requests,
+            "preemption": self.options.preempts,
+        }
