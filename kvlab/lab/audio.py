@@ -148,16 +148,17 @@ def find_clicks(samples: ArrayLike, *, ratio: float = 4.0) -> list[int]:
 # -- what a signal looks like ------------------------------------------------------------------------------------------
 
 
-def envelope(samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 120) -> Wave:
+def envelope(samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 120, drawn_gain: float = 1.0) -> Wave:
     """Return the envelope of a signal; a shorter one has a column a sample.
 
     >>> envelope([0.5, -0.25, 0.0, 0.125], 2, "four", columns=2)
-    Wave(name='four', duration_s=2.0, lows=(-0.25, 0.0), highs=(0.5, 0.125), rms=0.286411)
+    Wave(name='four', duration_s=2.0, lows=(-0.25, 0.0), highs=(0.5, 0.125), rms=0.286411, drawn_gain=1.0)
     """
     x = full_scale(samples)
     parts = np.array_split(x, min(columns, len(x))) if len(x) else []
     lows, highs = (tuple(round(float(pick(part)), 4) for part in parts) for pick in (np.min, np.max))
-    return Wave(name, len(x) / sample_rate, lows, highs, round(float(np.mean(x**2)) ** 0.5, 6) if len(x) else 0.0)
+    rms = round(float(np.mean(x**2)) ** 0.5, 6) if len(x) else 0.0
+    return Wave(name, len(x) / sample_rate, lows, highs, rms, drawn_gain)
 
 
 def spectrogram(

@@ -139,13 +139,17 @@ class DriftRow:
 
 @dataclass(frozen=True)
 class Wave:
-    """The envelope of a signal: least and greatest value in each of equally long columns, in shares of full scale."""
+    """The envelope of a signal: least and greatest value in each of equally long columns, in shares of full scale.
+
+    ``drawn_gain``: how much larger it is to be drawn; the numbers stay as they are.
+    """
 
     name: str
     duration_s: float
     lows: tuple[float, ...]
     highs: tuple[float, ...]
     rms: float
+    drawn_gain: float = 1.0
 
     @property
     def peak(self) -> float:

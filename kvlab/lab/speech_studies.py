@@ -23,9 +23,9 @@ Say = Callable[..., Any]
 
 
 def cold_and_hit(engine: Engine, say: Say, text: Any, **how: Any) -> tuple[Any, Any]:
-    """Say one thing twice: with nothing cached, and again on the pages of the first time."""
+    """Say one thing twice: with nothing cached, and again on the pages of the first time; the requests are called so."""
     engine.reset_prefix_cache()
-    return say(engine, text, **how), say(engine, text, **how)
+    return say(engine, text, name="cold", **how), say(engine, text, name="hit", **how)
 
 
 def drift_row(name: str, first: Any, second: Any, noise_pair: tuple[ArrayLike, ArrayLike]) -> DriftRow:

@@ -75,17 +75,21 @@ def waveforms_panel(waves: Sequence[Wave], title: str = "") -> Panel:
     """Return the figure of ``waveforms`` as a panel."""
     if not waves:
         raise InputError("no waves to draw; give at least one")
-    loudest = max(wave.peak for wave in waves) or 1.0
+    loudest = max(wave.peak * wave.drawn_gain for wave in waves) or 1.0
     lanes = range(len(waves))
     return Panel(
-        title=title or "; ".join(f"{wave.name} peaks at {wave.peak:.2g} of full scale" for wave in waves),
+        title=title or "Peaks, of full scale: " + ", ".join(f"{wave.name} {wave.peak:.2g}" for wave in waves),
         subtitle=f"Envelopes on one scale: half a lane is {loudest:.2g} of full scale; rms = root of the mean power",
         x=_seconds_axis([wave.duration_s for wave in waves]),
-        y=Axis("", -0.5, len(waves) - 0.5, tuple((i, waves[i].name) for i in lanes), False, True),
+        y=Axis("", -0.5, len(waves) - 0.5, tuple((i, _lane_name(waves[i])) for i in lanes), False, True),
         marks=tuple(mark for i in lanes for mark in _lane(i, waves[i], loudest)),
         plot_height_px=62 * len(waves) + 10,
         table=Table(("signal", "seconds", "peak", "rms"), [(w.name, w.duration_s, w.peak, w.rms) for w in waves], "Waveforms"),
     )
+
+
+def _lane_name(wave: Wave) -> str:
+    return wave.name if wave.drawn_gain == 1 else f"{wave.name}, drawn ×{wave.drawn_gain:g}"
 
 
 def _lane(index: int, wave: Wave, loudest: float) -> tuple[Line | Label, ...]:
@@ -94,7 +98,7 @@ def _lane(index: int, wave: Wave, loudest: float) -> tuple[Line | Label, ...]:
     values = [value for pair in zip(wave.lows, wave.highs, strict=True) for value in pair] if wave.peak else [0.0, 0.0]
     step = wave.duration_s / (columns or 1)
     xs = [round((i + 0.5) * step, 4) for i in range(columns) for _ in "lh"] if wave.peak else [0.0, wave.duration_s]
-    ys = [round(index - 0.48 * value / loudest, 3) for value in values]  # the axis is flipped
+    ys = [round(index - 0.48 * value * wave.drawn_gain / loudest, 3) for value in values]  # the axis is flipped
     line = Line(tuple(xs), tuple(ys), _COLOURS[index % len(_COLOURS)], width_px=1.2)
     return line, Label(wave.duration_s, index - 0.38, f"rms {wave.rms:.2g}", "end")
 

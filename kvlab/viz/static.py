@@ -225,18 +225,18 @@ def _points(frame: _Frame, mark: Points) -> str:
 
 
 def _heat(frame: _Frame, mark: Heat) -> str:
-    """One path a level on a grid of whole numbers, equal neighbours in a row as one piece: a tenth of a rectangle a cell."""
+    """One path a level on a grid of whole numbers, equal neighbours in a row as one stroke: a tenth of a rectangle a cell."""
     paths: dict[int, list[str]] = {}
     for index, row in enumerate(mark.levels):
         start = 0
         for level, cells in groupby(row):
             length = len(list(cells))
-            paths.setdefault(level, []).append(f"M{start} {index}h{length}v1h-{length}z")
+            paths.setdefault(level, []).append(f"M{start} {index}h{length}")
             start += length
     x, y = frame.x(mark.x0), frame.y(mark.y0)
     dx, dy = (frame.x(mark.x1) - x) / len(mark.levels[0]), (frame.y(mark.y1) - y) / len(mark.levels)
-    drawn = (f'<path d="{"".join(parts)}" fill="{HEAT[level]}"/>' for level, parts in sorted(paths.items()))
-    place = f"translate({_n(x)} {_n(y)}) scale({dx:.4f} {dy:.4f})"
+    drawn = (f'<path d="{"".join(parts)}" stroke="{HEAT[level]}"/>' for level, parts in sorted(paths.items()))
+    place = f"translate({_n(x)} {_n(y + dy / 2)}) scale({dx:.4f} {dy:.4f})"
     return f'<g shape-rendering="crispEdges" transform="{place}">{"".join(drawn)}</g>'
 
 

@@ -56,7 +56,7 @@ def test_the_first_is_cold_and_the_second_finds_its_pages(make):
     engine = make()
     say(engine, "Hello", max_tokens=7, **HOW)  # forgotten
     cold, hit = speech_studies.cold_and_hit(engine, say, "Hello", max_tokens=28, **HOW)
-    assert (cold.generation.cached_tokens, hit.generation.cached_tokens) == (0, 16)
+    assert [(s.generation.name, s.generation.cached_tokens) for s in (cold, hit)] == [("cold", 0), ("hit", 16)]
 
 
 def test_a_row_has_frames_first_and_the_floor_beside(make):

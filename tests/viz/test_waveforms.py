@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -35,9 +36,16 @@ def test_lanes_lie_below_each_other_on_one_scale():
 def test_every_lane_says_its_rms_and_the_title_its_peak():
     panel = waveforms_panel([LOUD, SOFT])
     assert [mark.text for mark in panel.marks if isinstance(mark, Label)] == ["rms 0.2", "rms 0.01"]
-    assert panel.title == "cold peaks at 0.5 of full scale; hit − cold peaks at 0.05 of full scale"
+    assert panel.title == "Peaks, of full scale: cold 0.5, hit − cold 0.05"
     assert [text for _, text in panel.y.ticks] == ["cold", "hit − cold"]
     assert panel.table.to_dicts()[1] == {"signal": "hit − cold", "seconds": 2.0, "peak": 0.05, "rms": 0.01}
+
+
+def test_a_soft_lane_is_drawn_larger_under_its_own_numbers():
+    panel = waveforms_panel([LOUD, replace(SOFT, drawn_gain=10.0)])
+    assert panel.marks[2].ys == (1.48, 1.0, 1.0, 0.52)
+    assert panel.y.ticks[1] == (1, "hit − cold, drawn ×10")
+    assert (panel.marks[3].text, panel.table.rows[1][2]) == ("rms 0.01", 0.05)
 
 
 def test_a_silent_signal_is_a_line_of_two_points():
@@ -64,17 +72,17 @@ def test_levels_stand_in_their_bands_the_first_picture_on_top():
     assert (top.x0, top.x1) == (0, 3.0)
 
 
-def test_an_svg_has_one_path_a_level_and_equal_neighbours_as_one_piece():
+def test_an_svg_has_one_path_a_level_and_equal_neighbours_as_one_stroke():
     svg = as_svg(spectrograms_panel([picture("cold")]))
     cells = svg[svg.index("crispEdges") :]
-    paths = dict(reversed(pair) for pair in re.findall(r'<path d="([^"]+)" fill="([^"]+)"/>', cells))
+    paths = dict(reversed(pair) for pair in re.findall(r'<path d="([^"]+)" stroke="([^"]+)"/>', cells))
     assert {colour: d.count("M") for colour, d in paths.items()} == {HEAT[0]: 2, HEAT[level_of(-50)]: 1, HEAT[9]: 1}
 
 
 def test_a_spectrogram_fits_into_a_notebook():
     noisy = tuple(tuple(-90 + (7 * row + 13 * column) % 80 for column in range(60)) for row in range(24))
     bundle = mimebundle(spectrograms_panel([picture("cold", noisy), picture("hit", noisy)]))
-    assert len(json.dumps(bundle)) < 60_000  # of the worst kind: no two neighbours alike
+    assert len(json.dumps(bundle)) < 40_000  # of the worst kind: no two neighbours alike
 
 
 def test_the_plotly_grid_lies_where_the_svg_has_it():
