@@ -151,8 +151,9 @@ def find_clicks(samples: ArrayLike, *, ratio: float = 4.0) -> list[int]:
 def envelope(samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 120, drawn_gain: float = 1.0) -> Wave:
     """Return the envelope of a signal; a shorter one has a column a sample.
 
-    >>> envelope([0.5, -0.25, 0.0, 0.125], 2, "four", columns=2)
-    Wave(name='four', duration_s=2.0, lows=(-0.25, 0.0), highs=(0.5, 0.125), rms=0.286411, drawn_gain=1.0)
+    >>> wave = envelope([0.5, -0.25, 0.0, 0.125], 2, "four", columns=2)
+    >>> wave, wave.lows, wave.highs
+    (Wave(four: 2.00 s, peak 0.5, rms 0.29), (-0.25, 0.0), (0.5, 0.125))
     """
     x = full_scale(samples)
     parts = np.array_split(x, min(columns, len(x))) if len(x) else []

@@ -137,7 +137,7 @@ class DriftRow:
     floor_rms: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Wave:
     """The envelope of a signal: least and greatest value in each of equally long columns, in shares of full scale.
 
@@ -156,8 +156,11 @@ class Wave:
         """The greatest distance from zero."""
         return max((abs(v) for v in (*self.lows, *self.highs)), default=0.0)
 
+    def __repr__(self) -> str:
+        return f"Wave({_short(self.name, 40)}: {self.duration_s:.2f} s, peak {self.peak:.2g}, rms {self.rms:.2g})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Spectrogram:
     """Power by time and pitch: ``levels_db[band][column]``, whole decibels of full scale, bands equally wide from 0 up."""
 
@@ -165,6 +168,10 @@ class Spectrogram:
     duration_s: float
     max_hz: float
     levels_db: tuple[tuple[int, ...], ...]
+
+    def __repr__(self) -> str:
+        bands = len(self.levels_db)
+        return f"Spectrogram({_short(self.name, 40)}: {self.duration_s:.2f} s, {bands} bands up to {self.max_hz:g} Hz)"
 
 
 @dataclass(frozen=True, repr=False)
