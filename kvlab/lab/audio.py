@@ -148,7 +148,7 @@ def find_clicks(samples: ArrayLike, *, ratio: float = 4.0) -> list[int]:
 # -- what a signal looks like ------------------------------------------------------------------------------------------
 
 
-def envelope(samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 120, drawn_gain: float = 1.0) -> Wave:
+def envelope(samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 100, drawn_gain: float = 1.0) -> Wave:
     """Return the envelope of a signal; a shorter one has a column a sample.
 
     >>> wave = envelope([0.5, -0.25, 0.0, 0.125], 2, "four", columns=2)
