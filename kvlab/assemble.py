@@ -43,6 +43,8 @@ def load(
     backfill_protect: str = "easy",
     backfill_window: int = 128,
     preemption: bool | None = None,
+    cpu_offload_pages: int = 0,
+    offload_policy: str = "lru",
     max_step_tokens: int = 2048,
     prefix_cache: bool = True,
     prefix_cache_salt: str = "",
@@ -70,6 +72,9 @@ def load(
         admission_order: "fifo", or "backfill": of the ``backfill_window`` requests behind the head those may go first that
             cannot delay it (``backfill_protect="easy"``).
         preemption: whether the newest request may be sent back for an older one's sake; None = unless admission is "none".
+        cpu_offload_pages: host pages onto which a request may go, and come back, when an older one lacks pages;
+            ``offload_policy`` says who goes first: "lru", the one that has not run for longest, or "priority", the one that
+            holds most pages.
         max_step_tokens: most prompt tokens computed in one step; longer prefills are chunked.
         prefix_cache: False = no page is ever reused. ``prefix_cache_salt`` isolates this deployment's pages.
         policy: order of eviction.
@@ -103,6 +108,8 @@ def load(
         backfill_protect=backfill_protect,
         backfill_window=backfill_window,
         preemption=preemption,
+        cpu_offload_pages=cpu_offload_pages,
+        offload_policy=offload_policy,
         max_step_tokens=max_step_tokens,
         prefix_cache=prefix_cache,
         prefix_cache_salt=prefix_cache_salt,
@@ -136,6 +143,8 @@ def build_engine(
     backfill_protect: str = "easy",
     backfill_window: int = 128,
     preemption: bool | None = None,
+    cpu_offload_pages: int = 0,
+    offload_policy: str = "lru",
     max_step_tokens: int = 2048,
     prefix_cache: bool = True,
     prefix_cache_salt: str = "",
@@ -171,6 +180,7 @@ def build_engine(
         "policy": policy,
         "prefix_cache": prefix_cache,
         "prefix_cache_salt": prefix_cache_salt,
+        "cpu_offload_pages": cpu_offload_pages,
     }
     pool = settings | _overrides(resources, settings)
     options = AdmissionOptions(
@@ -184,9 +194,10 @@ def build_engine(
     chunks = ChunkRule(max_step_tokens)
     layout = model.kv_layout(_whole("page_size", pool["page_size"], 1), pool["kv_dtype"])
     pages = _num_pages(pool["num_pages"], pool["pool_bytes"], layout, model.device)
+    host_pages = _host_pages(pool["cpu_offload_pages"], layout)
     worker = PreprocessWorker(model.processor, model.prefix_key_streams(), {"kv": layout.page_size}, mode=preprocess)
     recorder = Recorder(clock=clock, log_path=event_log) if record or event_log is not None else None
-    store = KVStore(layout, pages, device=model.device)
+    store = KVStore(layout, pages, device=model.device, host_pages=host_pages)
     kv = KVResource(
         layout,
         pages,
@@ -194,6 +205,7 @@ def build_engine(
         policy=pool["policy"],
         prefix_cache=pool["prefix_cache"],
         salt=pool["prefix_cache_salt"],
+        cpu_offload_pages=host_pages,
         check_invariants=check_invariants,
         record=recorder,
         miss_log=MissLog(pages) if record else None,
@@ -209,6 +221,7 @@ def build_engine(
         recorder=recorder,
         clock=clock,
         seed=seed,
+        offload_policy=offload_policy,
         profile=profile,
     )
     if kv.index is not None:
@@ -218,6 +231,7 @@ def build_engine(
             page_size=kv.page_size,
             max_seq_len=model.max_seq_len,
             max_concurrent_requests=max_concurrent_requests,
+            cpu_offload_pages=host_pages,
         )
     return engine
 
@@ -244,6 +258,16 @@ def _num_pages(num_pages: int | None, pool_bytes: int | None, layout: KVLayout, 
         num_pages = _whole("pool_bytes", pool_bytes, 2 * page_bytes, f"two pages of {page_bytes} bytes") // page_bytes
     pages = _whole("num_pages", DEFAULT_NUM_PAGES if num_pages is None else num_pages, 2, "the sink and one page to use")
     check_memory({"KV pages": pages * page_bytes}, device)
+    return pages
+
+
+def _host_pages(cpu_offload_pages: Any, layout: KVLayout) -> int:
+    """Host pages of the store, checked against the memory that is there."""
+    from kvlab.cache.kv import BYTES_PER_VALUE
+    from kvlab.models.memory import check_memory
+
+    pages = _whole("cpu_offload_pages", cpu_offload_pages, 0)
+    check_memory({"host pages": pages * layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])}, "cpu")
     return pages
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvlab.errors import IntegrityError
 from kvlab.events import (
     Event,
+    HostPagesFreed,
     IndexReset,
     LeaseConverted,
     LeaseReleased,
@@ -16,7 +17,9 @@ from kvlab.events import (
     PageIndexed,
     PagesAcquired,
     PagesLeased,
+    PagesOffloaded,
     PagesReleased,
+    PagesReloaded,
     PoolCreated,
     StreamCommitted,
     StreamLengthSet,
@@ -54,6 +57,7 @@ class PoolState:
     streams: dict[tuple[int | str, str], list[int]] = field(default_factory=dict)
     leases: dict[tuple[int | str, str], list[int]] = field(default_factory=dict)
     stored_tokens: dict[tuple[int | str, str], int] = field(default_factory=dict)
+    host: dict[int, tuple[int | str, str]] = field(default_factory=dict)  # host page -> the stream it belongs to
 
     def page(self, page: int) -> PageState:
         """State of ``page``; pages never touched are free."""
@@ -114,6 +118,23 @@ class PoolState:
         if (e.rid, e.label) not in self.streams:
             self.stored_tokens.pop((e.rid, e.label), None)
 
+    def _on_PagesOffloaded(self, e: PagesOffloaded) -> None:
+        self._disown(self.streams, (e.rid, e.label), e.pages)
+        self.stored_tokens.pop((e.rid, e.label), None)
+        self.host.update(dict.fromkeys(e.host_pages, (e.rid, e.label)))
+
+    def _on_PagesReloaded(self, e: PagesReloaded) -> None:
+        self._free_host(e.host_pages)
+        self._own(self.streams, (e.rid, e.label), e.pages)
+        self.stored_tokens[e.rid, e.label] = e.stored_tokens
+
+    def _on_HostPagesFreed(self, e: HostPagesFreed) -> None:
+        self._free_host(e.host_pages)
+
+    def _free_host(self, host_pages: Iterable[int]) -> None:
+        for page in host_pages:
+            del self.host[page]
+
     def _on_StreamCommitted(self, e: StreamCommitted) -> None:
         self.stored_tokens[e.rid, e.label] = e.stored_tokens
 
@@ -148,6 +169,7 @@ class PoolState:
             "streams": [[*stream, list(pages)] for stream, pages in self.streams.items()],
             "leases": [[*stream, list(pages)] for stream, pages in self.leases.items()],
             "stored_tokens": [[*stream, tokens] for stream, tokens in self.stored_tokens.items()],
+            "host": [[page, *owner] for page, owner in self.host.items()],
         }
 
     @classmethod
@@ -157,4 +179,5 @@ class PoolState:
         streams = {(r, x): list(listed) for r, x, listed in data["streams"]}
         leases = {(r, x): list(listed) for r, x, listed in data["leases"]}
         stored = {(r, x): tokens for r, x, tokens in data["stored_tokens"]}
-        return cls(data["num_pages"], data["page_size"], pages, streams, leases, stored)
+        host = {page: (owner[0], owner[1]) for page, *owner in data.get("host", ())}
+        return cls(data["num_pages"], data["page_size"], pages, streams, leases, stored, host)

@@ -446,7 +446,7 @@ class Resource:
         return True
 
     def get_offload_priority(self, rid: RequestId) -> int:
-        """Device pages an offload would free."""
+        """Device pages the request holds, shared ones included; 0 when it cannot be offloaded now."""
         return 0
 
     def cached_misses(self, rid: RequestId) -> Sequence[Miss]:

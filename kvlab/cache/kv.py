@@ -16,21 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvlab import events
-from kvlab.cache.arena import PageArena
 from kvlab.cache.counters import KVCounters
 from kvlab.cache.filing import Filing
 from kvlab.cache.forks import Forks
-from kvlab.cache.index import PrefixIndex
 from kvlab.cache.invariants import check_pool
 from kvlab.cache.keys import require_page_size
 from kvlab.cache.ledger import MissLedger
 from kvlab.cache.misses import MissLog
+from kvlab.cache.offloading import Offloading
 from kvlab.cache.policies.base import EvictionPolicy
 from kvlab.cache.pool import PagePool
 from kvlab.cache.probing import Prober
 from kvlab.cache.stepping import Stepper
-from kvlab.cache.stream import CacheStream
 from kvlab.cache.table import StreamTable
+from kvlab.cache.view import PoolView
 from kvlab.errors import InputError
 from kvlab.spec import (
     KVLayout,
@@ -41,7 +40,6 @@ from kvlab.spec import (
     Refusal,
     RequestConfig,
     RequestId,
-    Resource,
     Step,
     StepContext,
     StepTables,
@@ -53,17 +51,18 @@ log = logging.getLogger("kvlab.cache")
 BYTES_PER_VALUE = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class KVResource(Resource):
+class KVResource(PoolView):
     """Pages of every stream of a node, and the prefix cache over them.
 
     Args:
         layout: shape of a page; ``layout.page_size`` slots each.
         num_pages: pages of the pool, the sink included.
-        store: moves bytes for forks; None is enough without them.
+        store: moves bytes for forks and to the host; None is enough without them.
         policy: eviction policy, by name or as an object.
         prefix_cache: False never opens the index.
         salt: folded into the root.
         world_size: above 1 the index stays shut.
+        cpu_offload_pages: host pages for requests that make room for others; the store must have as many.
         check_invariants: check the pool after admit, commit, reset and remove; None = the environment's ``KVLAB_CHECK=1``.
         record: told of every event; None = no event is built.
         miss_log: remembers what was cached, so that misses can be explained; None = only the index is asked.
@@ -85,6 +84,7 @@ class KVResource(Resource):
         prefix_cache: bool = True,
         salt: str = "",
         world_size: int = 1,
+        cpu_offload_pages: int = 0,
         check_invariants: bool | None = None,
         record: Callable[[events.Event], None] | None = None,
         miss_log: MissLog | None = None,
@@ -96,15 +96,16 @@ class KVResource(Resource):
         self.prefix_cache, self.salt, self.world_size = prefix_cache, salt, world_size
         self.counters = KVCounters()
         self.epoch = 0  # moves when everything cached is dropped
-        self._pool = PagePool(num_pages, layout.page_size, policy, record, miss_log)
+        self._lock = threading.RLock()
+        self._pool = PagePool(num_pages, layout.page_size, policy, record, miss_log, cpu_offload_pages)
         self._filing = Filing(self._pool, self.counters)
         self._table = StreamTable(self._pool, self._filing)
         self._ledger = MissLedger(self._pool, self._filing, key)
         self._prober = Prober(key, self._pool, self._filing, self._table, self._ledger, self.counters)
         forks = Forks(self._pool, self._filing, self._table, store)
+        self._offloading = Offloading(key, self._pool, self._table, store, self.counters, self._lock)
         self._stepper = Stepper(self._pool, self._filing, self._table, forks, self._ledger, self.counters)
         self._checks = os.environ.get("KVLAB_CHECK") == "1" if check_invariants is None else check_invariants
-        self._lock = threading.RLock()
         if record is not None:
             page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])
             record(events.PoolCreated(key, num_pages, layout.page_size, page_bytes))
@@ -114,84 +115,7 @@ class KVResource(Resource):
         size, free = self.page_size, self.arena.num_free
         return f"KVResource({self.key!r}, {self.usable_pages} usable pages of {size} slots, {free} free, {cached})"
 
-    # -- what one may look at
-
-    @property
-    def arena(self) -> PageArena:
-        """The pages."""
-        return self._pool.arena
-
-    @property
-    def index(self) -> PrefixIndex | None:
-        """The prefix index, None while it is shut."""
-        return self._pool.index
-
-    @property
-    def usable_pages(self) -> int:
-        """Pages of the pool less the sink."""
-        return self.arena.num_pages - 1
-
-    def pages_needed(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` slots of one stream need."""
-        return self._pool.pages_for(num_tokens)
-
-    # -- what an admission gate asks
-
-    def guard_grants(self, may_grant: Callable[[RequestId, int], bool]) -> None:
-        """Ask ``may_grant(rid, num_pages)`` before fresh pages go to a stream; a no is a GrantDeferred."""
-        self._pool.may_grant = may_grant
-
-    def supply_pages(self, excluding: Sequence[int] = ()) -> int:
-        """Free pages and those eviction could reach, ``excluding`` left out."""
-        with self._lock:
-            evictable = 0 if self.index is None else self.index.evictable_count(excluding)
-            return self.arena.num_free + evictable
-
-    def supply_mark(self) -> tuple[int, ...]:
-        """A value that stays the same while ``supply_pages`` cannot have changed."""
-        return self.arena.num_free, self.arena.owner_changes
-
-    def peek_prefix(self, rid: RequestId) -> list[int]:
-        """Pages of the index that a request would be lent now, all labels; touches nothing."""
-        with self._lock:
-            return [page for stream in self.streams_of(rid).values() for page in self._prober.peek(stream)]
-
-    def lease_prefix(self, rid: RequestId) -> int:
-        """Hold those pages for the request until its first step is admitted; returns their number."""
-        with self._lock:
-            return sum(self._prober.lease(stream) for stream in self.streams_of(rid).values())
-
-    def pages_taken(self, rid: RequestId) -> tuple[int, int]:
-        """Pages of a request: (taken from the free list, lent by the index or leased)."""
-        with self._lock:
-            streams = self.streams_of(rid).values()
-            lent = sum(stream.hits + len(stream.lease or ()) for stream in streams)
-            return sum(len(stream.page_indices) - stream.hits for stream in streams), lent
-
-    def stream(self, rid: RequestId, label: str = "main") -> CacheStream:
-        """The stream of (rid, label), to read.
-
-        Raises:
-            InputError: there is none.
-        """
-        with self._lock:
-            streams = self.streams_of(rid)
-            if label not in streams:
-                raise InputError(f"request {rid!r} has no stream {label!r}; it has {sorted(streams)}")
-            return streams[label]
-
-    def streams_of(self, rid: RequestId) -> Mapping[str, CacheStream]:
-        """Streams of a request by label; none for an unknown request."""
-        return self._table.streams_of(rid)
-
-    def stored_tokens(self, rid: RequestId, label: str = "main") -> int:
-        """Slots of (rid, label) that are written."""
-        return self.stream(rid, label).stored_len
-
-    def page_keys(self, rid: RequestId, label: str = "main") -> list[bytes]:
-        """Keys of the stream's whole pages, generated ones included; empty when it has no chain."""
-        chain = self.stream(rid, label).chain
-        return [] if chain is None else chain.keys[: chain.keyed_pages]
+    # -- what it is made of
 
     def root_fields(self) -> Mapping[str, Any]:
         shape = self.layout
@@ -310,6 +234,31 @@ class KVResource(Resource):
         with self._lock:
             for stream in self._table.streams_of(rid).values():
                 self._filing.extend(stream, walk, outputs)
+
+    # -- host pages
+
+    def supports_eviction(self) -> bool:
+        return self._pool.host.num_pages > 0
+
+    def is_offloaded(self, rid: RequestId) -> bool:
+        with self._lock:
+            return self._offloading.is_offloaded(rid)
+
+    def get_offload_priority(self, rid: RequestId) -> int:
+        with self._lock:
+            return self._offloading.priority(rid)
+
+    def offload(self, rid: RequestId) -> int:
+        freed = self._offloading.offload(rid)
+        with self._lock:
+            self._check()
+        return freed
+
+    def reload(self, rid: RequestId) -> bool:
+        with self._lock:
+            is_back = self._offloading.reload(rid)
+            self._check()
+            return is_back
 
     # -- afterwards
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from kvlab import events
 from kvlab.cache.arena import PageArena
 from kvlab.cache.chain import PrefixChain
+from kvlab.cache.host import HostPages
 from kvlab.cache.index import PrefixIndex
 from kvlab.cache.misses import MissLog
 from kvlab.cache.policies import EvictionPolicy, make_policy
 from kvlab.cache.stream import CacheStream
 from kvlab.errors import IntegrityError
-from kvlab.spec import AllocationFailed, GrantDeferred, RequestId
+from kvlab.spec import AllocationFailed, GrantDeferred, Refusal, RequestId, RequestOffloading
 
 
 class PagePool:
@@ -33,9 +34,11 @@ class PagePool:
         policy: EvictionPolicy | str,
         record: Callable[[events.Event], None] | None,
         miss_log: MissLog | None,
+        cpu_offload_pages: int = 0,
     ) -> None:
         self.arena = PageArena(num_pages)
         self.page_size = page_size
+        self.host = HostPages(cpu_offload_pages, name="cpu_offload_pages")
         self.index: PrefixIndex | None = None
         self.record = record
         self.miss_log = miss_log
@@ -53,30 +56,44 @@ class PagePool:
 
     # -- streams and the free list
 
-    def grow(self, stream: CacheStream, total_len: int, step_index: int) -> AllocationFailed | GrantDeferred | None:
+    def grow(self, stream: CacheStream, total_len: int, step_index: int) -> Refusal | None:
         """Append fresh pages until ``stream`` holds ``total_len`` slots, evicting if that helps; all or nothing."""
+        if stream.offloaded:
+            return RequestOffloading(stream.rid)
         need = self.pages_for(total_len) - len(stream.page_indices)
         if need <= 0:
             return None
         if self.may_grant is not None and not self.may_grant(stream.rid, need):
             return GrantDeferred(stream.rid)
-        pages = self.arena.acquire(need)
+        pages = self.take(need, stream.rid, step_index)
         if pages is None:
-            short = need - self.arena.num_free
-            evictable = self.index.evictable_count() if self.index is not None else 0
-            if evictable < short:  # evicting would not help, so nothing is evicted
-                return AllocationFailed(short - evictable, stream.rid, stream.label)
-            self.evict(short, stream.rid, step_index)
-            pages = self.arena.acquire(need)
-            if pages is None:
-                raise IntegrityError(
-                    f"{evictable} pages were said to be evictable; {need} are needed, {self.arena.num_free} are free"
-                )
+            return AllocationFailed(need - self.arena.num_free - self.num_evictable, stream.rid, stream.label)
         stream.page_indices.extend(pages)
         stream.generation += 1
         if self.record is not None:
             self.record(events.PagesAcquired(stream.rid, stream.label, pages))
         return None
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that eviction could free."""
+        return 0 if self.index is None else self.index.evictable_count()
+
+    def take(self, num_pages: int, rid: RequestId, step_index: int | None = None) -> list[int] | None:
+        """Take fresh pages, evicting for what is short; None, and nothing evicted, when that would not help."""
+        pages = self.arena.acquire(num_pages)
+        if pages is not None:
+            return pages
+        short, evictable = num_pages - self.arena.num_free, self.num_evictable
+        if evictable < short:
+            return None
+        self.evict(short, rid, step_index)
+        pages = self.arena.acquire(num_pages)
+        if pages is None:
+            raise IntegrityError(
+                f"{evictable} pages were said to be evictable; {num_pages} are needed, {self.arena.num_free} are free"
+            )
+        return pages
 
     def release_pages(self, stream: CacheStream, why: str) -> None:
         """The stream lets go of all its pages."""
@@ -95,6 +112,36 @@ class PagePool:
         stream.stored_len = stored_len
         if self.record is not None:
             self.record(events.StreamLengthSet(stream.rid, stream.label, stored_len, why))
+
+    # -- host pages
+
+    def to_host(self, stream: CacheStream, host_pages: list[int]) -> None:
+        """What the stream stores is on ``host_pages`` now: it lets go of its device pages."""
+        pages, stream.page_indices = stream.page_indices, []
+        stream.host_pages, stream.host_len = host_pages, stream.stored_len
+        stream.stored_len = stream.hits = 0
+        self.arena.release(pages)
+        stream.generation += 1
+        if self.record is not None:
+            self.record(events.PagesOffloaded(stream.rid, stream.label, pages, host_pages))
+
+    def from_host(self, stream: CacheStream, pages: list[int]) -> None:
+        """What the stream had on the host is on ``pages`` now, which are its own."""
+        host_pages, stream.host_pages = stream.host_pages, []
+        stream.page_indices, stream.stored_len = pages, stream.host_len
+        stream.offloaded, stream.host_len = False, 0
+        self.host.give(host_pages)
+        stream.generation += 1
+        if self.record is not None:
+            self.record(events.PagesReloaded(stream.rid, stream.label, pages, host_pages, stream.stored_len))
+
+    def drop_host_copy(self, stream: CacheStream, why: str) -> None:
+        """What the stream has on the host is not wanted any more."""
+        host_pages, stream.host_pages = stream.host_pages, []
+        stream.offloaded, stream.host_len = False, 0
+        self.host.give(host_pages)
+        if self.record is not None and host_pages:
+            self.record(events.HostPagesFreed(host_pages, why))
 
     # -- leases
 
@@ -152,7 +199,8 @@ class PagePool:
         """Ask the index to free ``num_pages``; returns how many it freed."""
         if self.index is None:
             return 0
-        why = "evicted when asked" if for_rid is None else f"evicted at step {step_index} for request {for_rid!r}"
+        when = "to bring it back from the host" if step_index is None else f"at step {step_index}"
+        why = "evicted when asked" if for_rid is None else f"evicted {when} for request {for_rid!r}"
 
         def tell(page: int, root: bytes, key: bytes) -> None:
             if self.miss_log is not None:

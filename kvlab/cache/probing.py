@@ -40,6 +40,9 @@ class Prober:
             self._ledger.note_unkeyed(request, stream, walk, num_tokens)
             return None
         stream.lease_agreed = False  # each try is cut anew
+        if stream.offloaded:
+            self._ledger.note(request, stream, num_tokens, "not_fresh", "what the stream stores is on the host")
+            return None
         if stream.converted:
             return Match(stream.stored_len, stream.stored_len)  # a refused batch admit asks again: same answer
         if stream.lease is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from kvlab import events
 from kvlab.cache.arena import SINK
 from kvlab.cache.counters import KVCounters
@@ -12,7 +14,9 @@ from kvlab.cache.pool import PagePool
 from kvlab.cache.stream import CacheStream
 from kvlab.cache.table import StreamTable
 from kvlab.errors import InputError, IntegrityError
-from kvlab.spec import AllocationFailed, GrantDeferred, Segment, Step, StepContext, StepRow, StreamKey
+from kvlab.spec import Refusal, Segment, Step, StepContext, StepRow, StreamKey
+
+log = logging.getLogger("kvlab.cache")
 
 Row = tuple[CacheStream, int]  # a stream and the tokens its step adds
 
@@ -28,7 +32,7 @@ class Stepper:
 
     # -- admit: reservation only
 
-    def admit(self, step: Step, ctx: StepContext) -> AllocationFailed | GrantDeferred | None:
+    def admit(self, step: Step, ctx: StepContext) -> Refusal | None:
         """Turn leases into pages, reserve what the step writes, and mark its streams; or say who lacks pages.
 
         Conversions and pages that were made stay with their streams, so that the next try makes none twice.
@@ -76,7 +80,7 @@ class Stepper:
             if stream.chain is not None:
                 stream.chain.cursor = stream.hits
 
-    def _reserve(self, step: Step, rows: list[Row], forks: list[OpenFork]) -> AllocationFailed | GrantDeferred | None:
+    def _reserve(self, step: Step, rows: list[Row], forks: list[OpenFork]) -> Refusal | None:
         """Fork targets, then segments; each stream gets all it needs or nothing, and earlier ones keep what they got."""
         growth: dict[StreamKey, int] = {stream.key: span for stream, span in rows}
         for fork in forks:
@@ -136,6 +140,10 @@ class Stepper:
         return landed
 
     def _commit(self, stream: CacheStream, walk: str, span: int, ctx: StepContext) -> None:
+        if stream.offloaded:  # the host copy was made before the write
+            self._counters.dropped_commits += 1
+            log.warning("stream %r was offloaded during a step of walk %r: its %d tokens are dropped", stream.key, walk, span)
+            return
         stream.stored_len += span
         stream.converted = False
         stream.generation += 1

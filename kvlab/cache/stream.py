@@ -55,6 +55,9 @@ class CacheStream:
     generation: int = 0  # moves when pages or bytes change
     reset_generation: int = 0  # moves when the content is rewound or replaced
     step_in_flight: bool = False
+    offloaded: bool = False  # on the host, or on its way there
+    host_pages: list[int] = field(default_factory=list)
+    host_len: int = 0  # slots stored on them
     reported: bool = False
 
     @property
@@ -64,5 +67,5 @@ class CacheStream:
 
     @property
     def is_fresh(self) -> bool:
-        """True while nothing is stored: only then can the stream hit."""
-        return self.stored_len == 0
+        """True while nothing is stored, on the host neither: only then can the stream hit."""
+        return self.stored_len == 0 and not self.offloaded

@@ -92,6 +92,7 @@ class StreamTable:
         self._pool.cut_lease(stream, 0, "reset")
         if free or self._pool.arena.any_sealed(stream.page_indices):
             self._pool.release_pages(stream, "reset")  # the next write may not land in bytes that others read
+        self._pool.drop_host_copy(stream, "reset")
         self._pool.set_length(stream, 0, "reset")
         stream.converted = stream.lease_agreed = stream.step_in_flight = False
         stream.hits = stream.released = 0
@@ -105,6 +106,7 @@ class StreamTable:
         for stream in request.streams.values() if request is not None else ():
             self._pool.cut_lease(stream, 0, "removed")
             self._pool.release_pages(stream, "removed")
+            self._pool.drop_host_copy(stream, "removed")
 
     def drop_leases(self) -> None:
         """No stream holds a lease any more."""

@@ -18,6 +18,7 @@ from kvlab.engine.handle import RequestHandle, finished
 from kvlab.engine.holds import HoldLog
 from kvlab.engine.intake import Intake
 from kvlab.engine.interrupts import deferred_interrupts
+from kvlab.engine.offloads import Offloads
 from kvlab.engine.positions import Positions
 from kvlab.engine.preprocess import PreprocessWorker
 from kvlab.engine.request import GenerationResult, Request, StreamChunk, read_options
@@ -57,6 +58,7 @@ class Engine:
         recorder: keeps events; None records nothing and costs nothing.
         clock: seconds, monotone.
         seed: of all sampling; a request's own ``seed`` overrides it.
+        offload_policy: which request goes to the host when an older one lacks pages: "lru" or "priority".
         profile: "kvlab", or "published" for the published system's boundaries.
 
     Raises:
@@ -80,6 +82,7 @@ class Engine:
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
+        offload_policy: str = "lru",
         profile: str = "kvlab",
     ) -> None:
         self.model, self.kv, self.attention = model, kv, attention
@@ -96,6 +99,7 @@ class Engine:
         self._rids = itertools.count(1)
         self._gate = Gate(kv, admission or AdmissionOptions(), rounds_left=self._rounds_left, record=recorder)
         kv.guard_grants(self._gate.may_grant)
+        self._offloads = Offloads(kv, self._gate, self._running, self._intake.claim, policy=offload_policy)
         self._is_short = False  # an admitted request was held in the last round
         self._round, self._in_step = 0, False
         check_declaration(model, self._resources)
@@ -112,6 +116,7 @@ class Engine:
             sampler=self.sampler,
             skip=SkipStage(model, self._resources, profile=profile),
             chunks=chunks or ChunkRule(),
+            make_room=self._offloads.make_room,
             settle=self._settle,
             record=recorder,
         )
@@ -197,6 +202,7 @@ class Engine:
         with deferred_interrupts():
             self._collect_prepared()
             self._end_overdue()
+            self._offloads.bring_back()
             self._start_waiting()
         self._in_step = True
         try:
@@ -209,6 +215,7 @@ class Engine:
             num_ran = sum(outcome.num_ran for outcome in outcomes)
             held = [run for outcome in outcomes for run, _ in outcome.held if run.result is None]
             self._is_short = bool(held)
+            held = held or (self._offloads.parked if num_ran == 0 else [])
             if held and not self._preempt_for(held, num_ran) and num_ran == 0:
                 self._stop_if_stalled(held)
         return num_ran
@@ -272,6 +279,8 @@ class Engine:
     def _start_waiting(self) -> None:
         if self._is_short and self._running and self._gate.options.preempts:
             return  # what was just given back is for those that were held
+        if self._offloads.parked:
+            return  # those that made room come first
         while self._waiting:
             if not self._waiting[0].prepared:
                 if self._running:
@@ -299,6 +308,8 @@ class Engine:
     def _groups(self) -> Iterator[tuple[Walk, list[Run]]]:
         groups: dict[str, list[Run]] = {}
         for run in self._running:
+            if run.is_parked:
+                continue
             groups.setdefault(run.walk, []).append(run)
         # prefills first: a first token is waited for, and a decode step does not depend on its neighbours
         for name in sorted(groups, key=lambda name: self._walks[name].loops):
@@ -368,9 +379,10 @@ class Engine:
     def _preempt_for(self, held: Sequence[Run], num_ran: int) -> bool:
         """Send the newest request back to the queue when a decode lacks a page, or when nobody could run."""
         needy = next((run for run in held if num_ran == 0 or self._walks[run.walk].loops), None)
-        if needy is None or not self._gate.options.preempts or len(self._running) < 2:
+        at_work = [run for run in self._running if not run.is_parked]
+        if needy is None or not self._gate.options.preempts or len(at_work) < 2:
             return False
-        self._preempt(self._running[-1], needy)
+        self._preempt(at_work[-1], needy)
         return True
 
     def _preempt(self, victim: Run, needy: Run) -> None:
@@ -390,8 +402,9 @@ class Engine:
         settings = ", ".join(f"{name} is {value}" for name, value in self._gate.facts().items())
         error = StallError(
             f"all {len(held)} running requests wait for pages and nothing can free one: {live} of {self.kv.usable_pages} "
-            f"usable pages are in use (page size {self.kv.page_size}); {settings}; give the pool more pages (num_pages), set "
-            "max_concurrent_requests so that all of them fit at their final length, or admit with admission='reserve'"
+            f"usable pages are in use (page size {self.kv.page_size}); {settings}; give the pool more pages (num_pages), give "
+            "host pages (cpu_offload_pages), set max_concurrent_requests so that all of them fit at their final length, or "
+            "admit with admission='reserve'"
         )
         if self.recorder is not None:
             self.recorder(Stalled([run.rid for run in held], self.kv.usable_pages, live, settings))

@@ -190,7 +190,7 @@ class GenerationResult:
     count KV slots of main's prompt; ``cached_by_label`` has every label. ``ttft_ms`` runs from submission to the first token;
     ``tokens_per_s`` is the rate after it (None for fewer than two tokens). ``finish_reason``: stop | length | cancelled |
     deadline | error; ``error`` is set for the last two. ``resumed_tokens`` were found cached after preemptions, and count as no
-    hit.
+    hit; ``offloads`` = times it made room on host pages.
     """
 
     rid: RequestId
@@ -216,6 +216,7 @@ class GenerationResult:
     held_steps: int = 0
     preemptions: int = 0
     resumed_tokens: int = 0
+    offloads: int = 0
     error: Exception | None = None
     stop_ids: frozenset[int] = frozenset()
 

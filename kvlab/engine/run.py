@@ -45,6 +45,9 @@ class Run:
     held_steps: int = 0
     preemptions: int = 0
     resumed_tokens: int = 0
+    is_parked: bool = False  # on host pages
+    offloads: int = 0
+    last_ran_round: int = 0
     first_misses: tuple[Miss, ...] = ()
     cancel_requested: bool = False
     result: GenerationResult | None = None
@@ -146,6 +149,7 @@ class Run:
             held_steps=self.held_steps,
             preemptions=self.preemptions,
             resumed_tokens=self.resumed_tokens,
+            offloads=self.offloads,
             error=error,
             stop_ids=self.stop_ids,
         )

@@ -61,6 +61,7 @@ class Stepper:
 
     Args:
         resources: in the order of their hooks; ``kv``, ``attention``, ``positions`` and ``sampler`` are among them.
+        make_room: called when a row lacks pages; True when it is worth trying again.
         settle: called for each row once its step is committed: (run, walk, sampled token or None, walk is complete).
         record: event sink, or None.
     """
@@ -76,12 +77,14 @@ class Stepper:
         sampler: Sampler,
         skip: SkipStage,
         chunks: ChunkRule,
+        make_room: Callable[[Refusal], bool],
         settle: Callable[[Run, Walk, Sampled | Exception | None, bool], None],
         record: Callable[[Event], None] | None,
     ) -> None:
         self._model, self._resources, self._kv = model, tuple(resources), kv
         self._attention, self._positions, self._sampler = attention, positions, sampler
         self._skip, self._chunks, self._settle, self._record = skip, chunks, settle, record
+        self._make_room = make_room
 
     def run(self, index: int, walk: Walk, runs: Sequence[Run]) -> Outcome:
         """Run one step of ``walk`` for as many of ``runs`` as the chunk budget and the pool allow."""
@@ -97,6 +100,8 @@ class Stepper:
         rows: list[_Row] = []
         budget = self._chunks.max_step_tokens
         for run in runs:
+            if run.is_parked:
+                continue
             if budget <= 0 and not walk.loops:
                 break
             try:
@@ -137,7 +142,8 @@ class Stepper:
             refusal = next((r for r in (res.admit(step, ctx) for res in self._resources) if r is not None), None)
             if refusal is None:
                 return step, ctx, rows
-            rows = self._without_refused(rows, refusal, outcome)
+            if not self._make_room(refusal):
+                rows = self._without_refused(rows, refusal, outcome)
         return None
 
     def _without_refused(self, rows: list[_Row], refusal: Refusal, outcome: Outcome) -> list[_Row]:
@@ -146,7 +152,7 @@ class Stepper:
             raise KvlabError(f"a resource refused request {refusal.rid}, which is not in the step")
         if isinstance(refusal, AdmitRuntimeError):
             outcome.failed.append((refused[0].run, KvlabError(refusal.message)))
-        else:
+        elif not refused[0].run.is_parked:
             outcome.held.append((refused[0].run, refusal))
         return [row for row in rows if row.run.rid != refusal.rid]
 
@@ -216,7 +222,7 @@ class Stepper:
         if self._record is not None:
             self._record(StepRan(walk.name, [(s.rid, s.label, s.span) for s in step.segments], duration_ms))
         for row in rows:
-            row.run.rest = row.rest
+            row.run.rest, row.run.last_ran_round = row.rest, step.index
             self._settle(row.run, walk, sampled.get(row.run.rid), row.rest is None)
 
     def _note_prompt(self, row: _Row, logits: Any) -> None:
