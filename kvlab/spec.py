@@ -10,6 +10,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+from kvlab.errors import InputError
+
 RequestId: TypeAlias = int | str
 StreamKey: TypeAlias = tuple[RequestId, str]  # (request, label)
 
@@ -184,8 +186,32 @@ class Fork:
 
 
 @dataclass(frozen=True)
+class RetentionPolicy:
+    """A window over a stream: the first ``protected_prefix`` tokens stay, and of the others the last ``context_budget``.
+
+    What is beyond goes page by page, so up to a page more than the budget stays.
+
+    Raises:
+        InputError: a budget below 1, or a prefix below 0.
+    """
+
+    context_budget: int
+    protected_prefix: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("context_budget", 1), ("protected_prefix", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"{name} of a window is {value!r}; it must be a whole number of at least {least}")
+
+    def most_tokens(self, page_size: int) -> int:
+        """Tokens such a stream holds at most after a step of one token."""
+        return self.protected_prefix + self.context_budget + 2 * page_size
+
+
+@dataclass(frozen=True)
 class Step:
-    """One batched forward: every row runs the same walk of the same node."""
+    """One batched forward: every row runs the same walk of the same node. ``retention``: windows declared with it."""
 
     index: int
     node: str
@@ -193,6 +219,7 @@ class Step:
     segments: tuple[Segment, ...]
     forks: tuple[Fork, ...] = ()
     commit: bool = True
+    retention: Mapping[StreamKey, RetentionPolicy] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from kvlab.cache.probing import Prober
 from kvlab.cache.stepping import Stepper
 from kvlab.cache.table import StreamTable
 from kvlab.cache.view import PoolView
+from kvlab.cache.windows import Windows
 from kvlab.errors import InputError
 from kvlab.spec import (
     KVLayout,
@@ -105,6 +106,7 @@ class KVResource(PoolView):
         forks = Forks(self._pool, self._filing, self._table, store)
         self._offloading = Offloading(key, self._pool, self._table, store, self.counters, self._lock)
         self._stepper = Stepper(self._pool, self._filing, self._table, forks, self._ledger, self.counters)
+        self._windows = Windows(self._pool)
         self._checks = os.environ.get("KVLAB_CHECK") == "1" if check_invariants is None else check_invariants
         if record is not None:
             page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])
@@ -234,6 +236,28 @@ class KVResource(PoolView):
         with self._lock:
             for stream in self._table.streams_of(rid).values():
                 self._filing.extend(stream, walk, outputs)
+
+    # -- windows
+
+    def protect_prefix(self, rid: RequestId, num_tokens: int, label: str = "main") -> None:
+        """Keep the first ``num_tokens`` of a stream whatever its window releases; the same number again changes nothing.
+
+        Raises:
+            InputError: they are not stored, others are protected, something was released, or the stream is in use.
+        """
+        with self._lock:
+            self._windows.protect(self.stream(rid, label), num_tokens)
+
+    def release_oldest(self, rid: RequestId, num_tokens: int, label: str = "main") -> int:
+        """Release the oldest unprotected tokens in whole pages; returns how many went, at most ``num_tokens``.
+
+        Raises:
+            InputError: a number below 1, or the stream is in a step or on the host.
+        """
+        with self._lock:
+            released = self._windows.release_oldest(self.stream(rid, label), num_tokens)
+            self._check()
+            return released
 
     # -- host pages
 

@@ -105,6 +105,18 @@ class PagePool:
         if self.record is not None:
             self.record(events.PagesReleased(stream.rid, stream.label, pages, why))
 
+    def release_run(self, stream: CacheStream, first: int, count: int) -> None:
+        """The stream lets go of ``count`` stored pages from page ``first`` on, and what is behind them moves up."""
+        pages = stream.page_indices[first : first + count]
+        del stream.page_indices[first : first + count]
+        stream.hits -= max(0, min(stream.hits, first + count) - first)
+        stream.released += count * self.page_size
+        stream.generation += 1
+        self.arena.release(pages)
+        if self.record is not None:
+            self.record(events.PagesReleased(stream.rid, stream.label, pages, "window"))
+        self.set_length(stream, stream.stored_len - count * self.page_size, "window")
+
     def set_length(self, stream: CacheStream, stored_len: int, why: str) -> None:
         """Set a length that no commit wrote."""
         if stream.stored_len == stored_len:

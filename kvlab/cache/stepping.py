@@ -13,6 +13,7 @@ from kvlab.cache.ledger import MissLedger
 from kvlab.cache.pool import PagePool
 from kvlab.cache.stream import CacheStream
 from kvlab.cache.table import StreamTable
+from kvlab.cache.windows import Windows
 from kvlab.errors import InputError, IntegrityError
 from kvlab.spec import Refusal, Segment, Step, StepContext, StepRow, StreamKey
 
@@ -29,6 +30,7 @@ class Stepper:
     ) -> None:
         self._pool, self._filing, self._table, self._forks = pool, filing, table, forks
         self._ledger, self._counters = ledger, counters
+        self._windows = Windows(pool)
 
     # -- admit: reservation only
 
@@ -39,8 +41,10 @@ class Stepper:
         """
         rows = self._rows(step, ctx)
         forks = self._forks.of_step(step, ctx)
-        for stream, _ in rows:
+        for stream, span in rows:
             self._convert(stream)
+            if stream.key in step.retention:
+                self._windows.check(stream, step.retention[stream.key], stream.stored_len + span)
         refusal = self._reserve(step, rows, forks)
         if refusal is not None:
             self._counters.refused_admits += 1
@@ -124,7 +128,7 @@ class Stepper:
         for segment in step.segments:
             stream = landed.get((segment.rid, segment.label))
             if stream is not None and segment.span:
-                self._commit(stream, step.walk, segment.span, ctx)
+                self._commit(stream, step, segment.span, ctx)
         for fork in step.forks:
             target = landed.get((fork.rid, fork.target))
             if target is not None and fork.when == "post":
@@ -139,7 +143,8 @@ class Stepper:
             stream.step_in_flight = False
         return landed
 
-    def _commit(self, stream: CacheStream, walk: str, span: int, ctx: StepContext) -> None:
+    def _commit(self, stream: CacheStream, step: Step, span: int, ctx: StepContext) -> None:
+        walk = step.walk
         if stream.offloaded:  # the host copy was made before the write
             self._counters.dropped_commits += 1
             log.warning("stream %r was offloaded during a step of walk %r: its %d tokens are dropped", stream.key, walk, span)
@@ -150,8 +155,11 @@ class Stepper:
         self._counters.committed_tokens += span
         if self._pool.record is not None:
             self._pool.record(events.StreamCommitted(stream.rid, stream.label, walk, span, stream.stored_len))
+        if stream.key in step.retention:
+            self._windows.adopt(stream, step.retention[stream.key])
         if not ctx.capture:
             self._filing.after_commit(stream, walk, span)
+        self._windows.apply(stream)
 
     def abort(self, step: Step, ctx: StepContext) -> None:
         """The writes did not happen: nothing is filed, and the streams may be admitted again."""

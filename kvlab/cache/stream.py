@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvlab.cache.chain import PrefixChain
-from kvlab.spec import RequestId, StreamKey
+from kvlab.spec import RequestId, RetentionPolicy, StreamKey
 
 
 class RootName(NamedTuple):
@@ -46,6 +46,8 @@ class CacheStream:
     page_indices: list[int] = field(default_factory=list)
     stored_len: int = 0
     released: int = 0  # tokens compacted out of the front by a window
+    protected_prefix: int = 0  # tokens that no window releases
+    retention: RetentionPolicy | None = None
     chain: PrefixChain | None = None
     chain_end: ChainEnd | None = None
     lease: list[int] | None = None
@@ -64,6 +66,11 @@ class CacheStream:
     def key(self) -> StreamKey:
         """(request, label)."""
         return self.rid, self.label
+
+    @property
+    def is_windowed(self) -> bool:
+        """True once a window was declared: only protected pages are filed then."""
+        return self.retention is not None or self.protected_prefix > 0
 
     @property
     def is_fresh(self) -> bool:

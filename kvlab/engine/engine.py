@@ -380,9 +380,10 @@ class Engine:
         """Send the newest request back to the queue when a decode lacks a page, or when nobody could run."""
         needy = next((run for run in held if num_ran == 0 or self._walks[run.walk].loops), None)
         at_work = [run for run in self._running if not run.is_parked]
-        if needy is None or not self._gate.options.preempts or len(at_work) < 2:
+        victims = [run for run in at_work if run.request.options.window is None]  # what a window released cannot be recomputed
+        if needy is None or not self._gate.options.preempts or len(at_work) < 2 or not victims:
             return False
-        self._preempt(at_work[-1], needy)
+        self._preempt(victims[-1], needy)
         return True
 
     def _preempt(self, victim: Run, needy: Run) -> None:

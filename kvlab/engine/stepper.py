@@ -26,10 +26,12 @@ from kvlab.spec import (
     ModelSpec,
     Refusal,
     Resource,
+    RetentionPolicy,
     RowInputs,
     Segment,
     Step,
     StepContext,
+    StreamKey,
     Walk,
     WalkInputs,
 )
@@ -45,6 +47,14 @@ class _Row:
 
     def segments(self) -> list[Segment]:
         return [Segment(self.run.rid, label, len(ids)) for label, ids in self.now.ids.items()]
+
+    def window(self, walk: Walk) -> RetentionPolicy | None:
+        """The window to declare: none of a prompt is released before it is whole, wherever it is cut into chunks."""
+        asked = self.run.request.options.retention
+        if asked is None or walk.loops or self.rest is None:
+            return asked
+        end = self.run.input_tokens - sum(len(ids) for ids in self.rest.ids.values())
+        return replace(asked, context_budget=self.run.input_tokens) if end >= asked.protected_prefix else None
 
 
 @dataclass
@@ -137,7 +147,7 @@ class Stepper:
     def _admit(self, index: int, walk: Walk, rows: list[_Row], outcome: Outcome) -> tuple[Step, StepContext, list[_Row]] | None:
         while rows:
             segments = tuple(s for row in rows for s in row.segments())
-            step = Step(index, walk.node, walk.name, segments, commit=walk.commits)
+            step = Step(index, walk.node, walk.name, segments, commit=walk.commits, retention=self._retention(walk, rows))
             ctx = StepContext(frozenset(row.run.rid for row in rows))
             refusal = next((r for r in (res.admit(step, ctx) for res in self._resources) if r is not None), None)
             if refusal is None:
@@ -145,6 +155,11 @@ class Stepper:
             if not self._make_room(refusal):
                 rows = self._without_refused(rows, refusal, outcome)
         return None
+
+    def _retention(self, walk: Walk, rows: list[_Row]) -> dict[StreamKey, RetentionPolicy]:
+        """Windows that begin or go on with this step."""
+        windows = ((row, row.window(walk)) for row in rows if row.run.request.options.window is not None)
+        return {(s.rid, s.label): window for row, window in windows if window is not None for s in row.segments()}
 
     def _without_refused(self, rows: list[_Row], refusal: Refusal, outcome: Outcome) -> list[_Row]:
         refused = [row for row in rows if row.run.rid == refusal.rid]
