@@ -44,6 +44,7 @@ def load(
     backfill_window: int = 128,
     preemption: bool | None = None,
     cpu_offload_pages: int = 0,
+    host_tier_pages: int = 0,
     offload_policy: str = "lru",
     max_step_tokens: int = 2048,
     prefix_cache: bool = True,
@@ -75,6 +76,7 @@ def load(
         cpu_offload_pages: host pages onto which a request may go, and come back, when an older one lacks pages;
             ``offload_policy`` says who goes first: "lru", the one that has not run for longest, or "priority", the one that
             holds most pages.
+        host_tier_pages: host pages onto which cached pages go when they are evicted; a prompt is looked up there too.
         max_step_tokens: most prompt tokens computed in one step; longer prefills are chunked.
         prefix_cache: False = no page is ever reused. ``prefix_cache_salt`` isolates this deployment's pages.
         policy: order of eviction.
@@ -109,6 +111,7 @@ def load(
         backfill_window=backfill_window,
         preemption=preemption,
         cpu_offload_pages=cpu_offload_pages,
+        host_tier_pages=host_tier_pages,
         offload_policy=offload_policy,
         max_step_tokens=max_step_tokens,
         prefix_cache=prefix_cache,
@@ -144,6 +147,7 @@ def build_engine(
     backfill_window: int = 128,
     preemption: bool | None = None,
     cpu_offload_pages: int = 0,
+    host_tier_pages: int = 0,
     offload_policy: str = "lru",
     max_step_tokens: int = 2048,
     prefix_cache: bool = True,
@@ -181,6 +185,7 @@ def build_engine(
         "prefix_cache": prefix_cache,
         "prefix_cache_salt": prefix_cache_salt,
         "cpu_offload_pages": cpu_offload_pages,
+        "host_tier_pages": host_tier_pages,
     }
     pool = settings | _overrides(resources, settings)
     options = AdmissionOptions(
@@ -194,7 +199,7 @@ def build_engine(
     chunks = ChunkRule(max_step_tokens)
     layout = model.kv_layout(_whole("page_size", pool["page_size"], 1), pool["kv_dtype"])
     pages = _num_pages(pool["num_pages"], pool["pool_bytes"], layout, model.device)
-    host_pages = _host_pages(pool["cpu_offload_pages"], layout)
+    host_pages = _host_pages(pool["cpu_offload_pages"], pool["host_tier_pages"], layout)
     worker = PreprocessWorker(model.processor, model.prefix_key_streams(), {"kv": layout.page_size}, mode=preprocess)
     recorder = Recorder(clock=clock, log_path=event_log) if record or event_log is not None else None
     store = KVStore(layout, pages, device=model.device, host_pages=host_pages)
@@ -205,7 +210,8 @@ def build_engine(
         policy=pool["policy"],
         prefix_cache=pool["prefix_cache"],
         salt=pool["prefix_cache_salt"],
-        cpu_offload_pages=host_pages,
+        cpu_offload_pages=pool["cpu_offload_pages"],
+        host_tier_pages=pool["host_tier_pages"],
         check_invariants=check_invariants,
         record=recorder,
         miss_log=MissLog(pages) if record else None,
@@ -231,7 +237,7 @@ def build_engine(
             page_size=kv.page_size,
             max_seq_len=model.max_seq_len,
             max_concurrent_requests=max_concurrent_requests,
-            cpu_offload_pages=host_pages,
+            cpu_offload_pages=pool["cpu_offload_pages"],
         )
     return engine
 
@@ -261,12 +267,12 @@ def _num_pages(num_pages: int | None, pool_bytes: int | None, layout: KVLayout, 
     return pages
 
 
-def _host_pages(cpu_offload_pages: Any, layout: KVLayout) -> int:
+def _host_pages(cpu_offload_pages: Any, host_tier_pages: Any, layout: KVLayout) -> int:
     """Host pages of the store, checked against the memory that is there."""
     from kvlab.cache.kv import BYTES_PER_VALUE
     from kvlab.models.memory import check_memory
 
-    pages = _whole("cpu_offload_pages", cpu_offload_pages, 0)
+    pages = _whole("cpu_offload_pages", cpu_offload_pages, 0) + _whole("host_tier_pages", host_tier_pages, 0)
     check_memory({"host pages": pages * layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])}, "cpu")
     return pages
 

@@ -292,6 +292,24 @@ class PagesReloaded(Event):
 
 
 @dataclass(frozen=True)
+class PagesCachedOnHost(Event):
+    """Pages that were just evicted are kept on the host under their keys."""
+
+    keys: Sequence[str]
+    host_pages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PagesRecalled(Event):
+    """Cached pages came back from the host for a stream that leases them; each was indexed just before."""
+
+    rid: int | str
+    label: str
+    pages: Sequence[int]
+    host_pages: Sequence[int]
+
+
+@dataclass(frozen=True)
 class HostPagesFreed(Event):
     """Host copies that nobody needs any more."""
 

@@ -16,8 +16,10 @@ from kvlab.events import (
     PageEvicted,
     PageIndexed,
     PagesAcquired,
+    PagesCachedOnHost,
     PagesLeased,
     PagesOffloaded,
+    PagesRecalled,
     PagesReleased,
     PagesReloaded,
     PoolCreated,
@@ -58,6 +60,7 @@ class PoolState:
     leases: dict[tuple[int | str, str], list[int]] = field(default_factory=dict)
     stored_tokens: dict[tuple[int | str, str], int] = field(default_factory=dict)
     host: dict[int, tuple[int | str, str]] = field(default_factory=dict)  # host page -> the stream it belongs to
+    host_cached: dict[int, str] = field(default_factory=dict)  # host page -> key of the cached page on it
 
     def page(self, page: int) -> PageState:
         """State of ``page``; pages never touched are free."""
@@ -128,12 +131,19 @@ class PoolState:
         self._own(self.streams, (e.rid, e.label), e.pages)
         self.stored_tokens[e.rid, e.label] = e.stored_tokens
 
+    def _on_PagesCachedOnHost(self, e: PagesCachedOnHost) -> None:
+        self.host_cached.update(zip(e.host_pages, e.keys, strict=True))
+
+    def _on_PagesRecalled(self, e: PagesRecalled) -> None:
+        self._free_host(e.host_pages)
+        self._own(self.leases, (e.rid, e.label), e.pages)
+
     def _on_HostPagesFreed(self, e: HostPagesFreed) -> None:
         self._free_host(e.host_pages)
 
     def _free_host(self, host_pages: Iterable[int]) -> None:
         for page in host_pages:
-            del self.host[page]
+            del (self.host if page in self.host else self.host_cached)[page]
 
     def _on_StreamCommitted(self, e: StreamCommitted) -> None:
         self.stored_tokens[e.rid, e.label] = e.stored_tokens
@@ -170,6 +180,7 @@ class PoolState:
             "leases": [[*stream, list(pages)] for stream, pages in self.leases.items()],
             "stored_tokens": [[*stream, tokens] for stream, tokens in self.stored_tokens.items()],
             "host": [[page, *owner] for page, owner in self.host.items()],
+            "host_cached": [[page, key] for page, key in self.host_cached.items()],
         }
 
     @classmethod
@@ -180,4 +191,5 @@ class PoolState:
         leases = {(r, x): list(listed) for r, x, listed in data["leases"]}
         stored = {(r, x): tokens for r, x, tokens in data["stored_tokens"]}
         host = {page: (owner[0], owner[1]) for page, *owner in data.get("host", ())}
-        return cls(data["num_pages"], data["page_size"], pages, streams, leases, stored, host)
+        host_cached = dict(data.get("host_cached", ()))
+        return cls(data["num_pages"], data["page_size"], pages, streams, leases, stored, host, host_cached)

@@ -13,7 +13,9 @@ class KVCounters:
 
     ``probes`` = prompts looked up, each try counted; ``hits`` = those admitted with pages lent, and ``matched_*`` what was
     lent to them. ``offloads`` and ``reloads`` count requests, ``dropped_commits`` steps whose stream went to the
-    host under them. ``chains_ended`` counts by reason.
+    host under them. ``host_hits`` = hits for which cached pages came back from the host, ``host_matched_pages`` of
+    ``matched_pages``; ``host_kept_pages`` went there when they were evicted, and ``host_dropped_pages`` had to leave again.
+    ``chains_ended`` counts by reason.
     """
 
     probes: int = 0
@@ -27,6 +29,10 @@ class KVCounters:
     offloaded_pages: int = 0
     reloads: int = 0
     dropped_commits: int = 0
+    host_hits: int = 0
+    host_matched_pages: int = 0
+    host_kept_pages: int = 0
+    host_dropped_pages: int = 0
     chains_ended: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:

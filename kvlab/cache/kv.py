@@ -19,6 +19,7 @@ from kvlab import events
 from kvlab.cache.counters import KVCounters
 from kvlab.cache.filing import Filing
 from kvlab.cache.forks import Forks
+from kvlab.cache.host import HostPages
 from kvlab.cache.invariants import check_pool
 from kvlab.cache.keys import require_page_size
 from kvlab.cache.ledger import MissLedger
@@ -29,6 +30,7 @@ from kvlab.cache.pool import PagePool
 from kvlab.cache.probing import Prober
 from kvlab.cache.stepping import Stepper
 from kvlab.cache.table import StreamTable
+from kvlab.cache.tier import HostTier
 from kvlab.cache.view import PoolView
 from kvlab.cache.windows import Windows
 from kvlab.errors import InputError
@@ -63,7 +65,8 @@ class KVResource(PoolView):
         prefix_cache: False never opens the index.
         salt: folded into the root.
         world_size: above 1 the index stays shut.
-        cpu_offload_pages: host pages for requests that make room for others; the store must have as many.
+        cpu_offload_pages: host pages for requests that make room for others.
+        host_tier_pages: host pages for cached pages that were evicted; the store must have as many as both together.
         check_invariants: check the pool after admit, commit, reset and remove; None = the environment's ``KVLAB_CHECK=1``.
         record: told of every event; None = no event is built.
         miss_log: remembers what was cached, so that misses can be explained; None = only the index is asked.
@@ -86,6 +89,7 @@ class KVResource(PoolView):
         salt: str = "",
         world_size: int = 1,
         cpu_offload_pages: int = 0,
+        host_tier_pages: int = 0,
         check_invariants: bool | None = None,
         record: Callable[[events.Event], None] | None = None,
         miss_log: MissLog | None = None,
@@ -106,6 +110,9 @@ class KVResource(PoolView):
         forks = Forks(self._pool, self._filing, self._table, store)
         self._offloading = Offloading(key, self._pool, self._table, store, self.counters, self._lock)
         self._stepper = Stepper(self._pool, self._filing, self._table, forks, self._ledger, self.counters)
+        tier_pages = HostPages(host_tier_pages, first=cpu_offload_pages, name="host_tier_pages")
+        if tier_pages.num_pages:
+            self._pool.tier = HostTier(tier_pages, _copier(store, key), self.counters, record)
         self._windows = Windows(self._pool)
         self._checks = os.environ.get("KVLAB_CHECK") == "1" if check_invariants is None else check_invariants
         if record is not None:
@@ -307,3 +314,9 @@ class KVResource(PoolView):
             for rid in list(self._table.requests):
                 self._table.remove(rid)
             self._pool.clear_index("cleanup", self.epoch)
+
+
+def _copier(store: PageStore | None, key: str) -> PageStore:
+    if store is None:
+        raise InputError(f"{key}: host_tier_pages are given and there is no PageStore to copy pages with; give it one")
+    return store

@@ -74,6 +74,9 @@ class MissLedger:
         counters.hits += matched_pages > 0
         counters.matched_pages += matched_pages
         counters.matched_tokens += matched_tokens
+        from_host = 0 if stream.recalled_from is None else max(0, matched_pages - stream.recalled_from)
+        counters.host_hits += from_host > 0
+        counters.host_matched_pages += from_host
         if self._pool.record is not None:
             self._pool.record(
                 events.PrefixMatched(stream.rid, stream.label, matched_pages, keyed, matched_tokens, chain.prompt_slots)

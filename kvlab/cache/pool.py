@@ -8,6 +8,7 @@ cached --lease--> lease --convert--> leading pages of the stream
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from kvlab import events
 from kvlab.cache.arena import PageArena
@@ -17,6 +18,7 @@ from kvlab.cache.index import PrefixIndex
 from kvlab.cache.misses import MissLog
 from kvlab.cache.policies import EvictionPolicy, make_policy
 from kvlab.cache.stream import CacheStream
+from kvlab.cache.tier import HostTier
 from kvlab.errors import IntegrityError
 from kvlab.spec import AllocationFailed, GrantDeferred, Refusal, RequestId, RequestOffloading
 
@@ -42,6 +44,7 @@ class PagePool:
         self.index: PrefixIndex | None = None
         self.record = record
         self.miss_log = miss_log
+        self.tier: HostTier | None = None
         self.may_grant: Callable[[RequestId, int], bool] | None = None
         self._policy = make_policy(policy)
 
@@ -164,6 +167,34 @@ class PagePool:
         if self.record is not None:
             self.record(events.PagesLeased(stream.rid, stream.label, list(pages)))
 
+    def recall(self, stream: CacheStream, chain: PrefixChain, index: PrefixIndex, limit: int) -> None:
+        """Lengthen the lease of ``stream``, up to ``limit`` pages, by cached pages on the host that follow it."""
+        begin = len(stream.lease or ())
+        stream.recalled_from = None
+        if self.tier is None:
+            return
+        keys = chain.keys[begin:limit]
+        room = self.arena.num_free + self.num_evictable - 1  # what is computed needs a page too
+        keys = keys[: max(0, min(self.tier.run_of(stream.root, keys), room))]
+        keys = list(takewhile(lambda key: index.page_for(stream.root, key) is None, keys))
+        if not keys or (self.may_grant is not None and not self.may_grant(stream.rid, len(keys))):
+            return
+        host_pages = self.tier.hold(stream.root, keys)
+        pages: list[int] = []
+        try:
+            pages = self.take(len(keys), stream.rid) or []
+            self.tier.read(host_pages, pages)
+        except BaseException:
+            self.arena.release(pages)
+            self.tier.put_back(stream.root, keys, host_pages)
+            raise
+        index.insert_run(stream.root, keys, pages, stream.lease[-1] if stream.lease else None)
+        for position, page in enumerate(pages, begin):
+            self.tell_indexed(stream, chain, page, position)
+        stream.lease, stream.lease_agreed, stream.recalled_from = [*(stream.lease or ()), *pages], False, begin
+        if self.record is not None:
+            self.record(events.PagesRecalled(stream.rid, stream.label, pages, host_pages))
+
     def cut_lease(self, stream: CacheStream, keep: int, why: str) -> None:
         """Keep the first ``keep`` leased pages and release the rest."""
         if stream.lease is None or keep >= len(stream.lease):
@@ -214,19 +245,27 @@ class PagePool:
         when = "to bring it back from the host" if step_index is None else f"at step {step_index}"
         why = "evicted when asked" if for_rid is None else f"evicted {when} for request {for_rid!r}"
 
+        victims: list[tuple[int, bytes, bytes]] = []
+
         def tell(page: int, root: bytes, key: bytes) -> None:
+            victims.append((page, root, key))
             if self.miss_log is not None:
                 self.miss_log.gone(root, key, why)
             if self.record is not None:
                 self.record(events.PageEvicted(page, key.hex()[:16], for_rid))
 
-        return self.index.evict(num_pages, on_evicted=tell if self.is_told else None)
+        freed = self.index.evict(num_pages, on_evicted=tell if self.is_told or self.tier is not None else None)
+        if self.tier is not None:
+            self.tier.keep(victims)
+        return freed
 
     def clear_index(self, reason: str, epoch: int) -> None:
         """Drop every entry; pages that streams own stay theirs."""
         if self.index is None:
             return
         pages = self.index.clear()
+        if self.tier is not None:
+            self.tier.clear(reason)
         if self.miss_log is not None:
             self.miss_log.all_gone(f"dropped by a reset ({reason})")
         if self.record is not None:

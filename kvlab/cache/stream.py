@@ -51,6 +51,7 @@ class CacheStream:
     chain: PrefixChain | None = None
     chain_end: ChainEnd | None = None
     lease: list[int] | None = None
+    recalled_from: int | None = None  # leading pages found on the device; those after them came back from the host
     lease_agreed: bool = False  # the engine trimmed the step to the lease
     converted: bool = False  # a lease became pages and its step has not committed yet
     hits: int = 0  # leading pages lent by the index

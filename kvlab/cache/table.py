@@ -96,7 +96,7 @@ class StreamTable:
         self._pool.set_length(stream, 0, "reset")
         stream.converted = stream.lease_agreed = stream.step_in_flight = False
         stream.hits = stream.released = stream.protected_prefix = 0
-        stream.retention = None
+        stream.retention = stream.recalled_from = None
         stream.chain = stream.chain_end = None
         stream.generation += 1
         stream.reset_generation += 1
