@@ -312,7 +312,16 @@ class AdmitRuntimeError:
     message: str
 
 
-Refusal: TypeAlias = AllocationFailed | RequestOffloading | GrantDeferred | AdmissionDeferred | AdmitRuntimeError
+@dataclass(frozen=True)
+class ReadPending:
+    """What ``rid`` reads from a peer is still on its way."""
+
+    rid: RequestId
+
+
+Refusal: TypeAlias = (
+    AllocationFailed | RequestOffloading | GrantDeferred | AdmissionDeferred | ReadPending | AdmitRuntimeError
+)
 
 
 # -- why a prompt token was computed -----------------------------------------------------------------------------------
@@ -362,6 +371,44 @@ class PageStore(Protocol):
 
     def from_host(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
         """Copy host pages onto device pages."""
+        ...
+
+
+@dataclass(frozen=True)
+class PublishedStream:
+    """What a peer may read of one stream while its request lives.
+
+    ``source`` names the pool and how to reach it. ``reset_generation`` moves when the content is rewound or replaced.
+    """
+
+    seq_len: int
+    source: str
+    pages: tuple[int, ...]
+    reset_generation: int
+    layout: KVLayout
+    root: bytes = b""
+    world_size: int = 1
+
+
+class PendingRead(Protocol):
+    """Pages on their way from a peer."""
+
+    def done(self) -> bool:
+        """True once ``wait`` returns at once."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the end, a bounded time, and raise what went wrong."""
+        ...
+
+
+class PageTransport(Protocol):
+    """Reads the pages of peers. ``source`` is how peers name the pool of this side."""
+
+    source: str
+
+    def read(self, source: str, src: Sequence[int], dst: Sequence[int]) -> PendingRead:
+        """Begin to copy pages ``src`` of a peer onto own pages ``dst``, whole pages, all layers, K and V."""
         ...
 
 

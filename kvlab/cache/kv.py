@@ -28,10 +28,11 @@ from kvlab.cache.offloading import Offloading
 from kvlab.cache.policies.base import EvictionPolicy
 from kvlab.cache.pool import PagePool
 from kvlab.cache.probing import Prober
+from kvlab.cache.remote import Remote
 from kvlab.cache.stepping import Stepper
 from kvlab.cache.table import StreamTable
 from kvlab.cache.tier import HostTier
-from kvlab.cache.view import PoolView
+from kvlab.cache.verbs import PoolVerbs
 from kvlab.cache.windows import Windows
 from kvlab.errors import InputError
 from kvlab.spec import (
@@ -39,6 +40,7 @@ from kvlab.spec import (
     Match,
     Miss,
     PageStore,
+    PageTransport,
     PrefixStream,
     Refusal,
     RequestConfig,
@@ -54,7 +56,7 @@ log = logging.getLogger("kvlab.cache")
 BYTES_PER_VALUE = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class KVResource(PoolView):
+class KVResource(PoolVerbs):
     """Pages of every stream of a node, and the prefix cache over them.
 
     Args:
@@ -67,6 +69,7 @@ class KVResource(PoolView):
         world_size: above 1 the index stays shut.
         cpu_offload_pages: host pages for requests that make room for others.
         host_tier_pages: host pages for cached pages that were evicted; the store must have as many as both together.
+        transport: reads pages of peers, for requests that were begun elsewhere.
         check_invariants: check the pool after admit, commit, reset and remove; None = the environment's ``KVLAB_CHECK=1``.
         record: told of every event; None = no event is built.
         miss_log: remembers what was cached, so that misses can be explained; None = only the index is asked.
@@ -90,6 +93,7 @@ class KVResource(PoolView):
         world_size: int = 1,
         cpu_offload_pages: int = 0,
         host_tier_pages: int = 0,
+        transport: PageTransport | None = None,
         check_invariants: bool | None = None,
         record: Callable[[events.Event], None] | None = None,
         miss_log: MissLog | None = None,
@@ -109,7 +113,8 @@ class KVResource(PoolView):
         self._prober = Prober(key, self._pool, self._filing, self._table, self._ledger, self.counters)
         forks = Forks(self._pool, self._filing, self._table, store)
         self._offloading = Offloading(key, self._pool, self._table, store, self.counters, self._lock)
-        self._stepper = Stepper(self._pool, self._filing, self._table, forks, self._ledger, self.counters)
+        self._remote = Remote(key, self._pool, self._filing, self._table, layout, world_size, transport)
+        self._stepper = Stepper(self._pool, self._filing, self._table, forks, self._remote, self._ledger, self.counters)
         tier_pages = HostPages(host_tier_pages, first=cpu_offload_pages, name="host_tier_pages")
         if tier_pages.num_pages:
             self._pool.tier = HostTier(tier_pages, _copier(store, key), self.counters, record)
@@ -184,6 +189,7 @@ class KVResource(PoolView):
             self._table.ingest(rid, config)
 
     def reset_request(self, rid: RequestId, free: bool = False) -> None:
+        self._remote.wait(rid)
         with self._lock:
             request = self._table.requests.get(rid)
             if request is not None:
@@ -191,6 +197,7 @@ class KVResource(PoolView):
                 self._check()
 
     def remove_request(self, rid: RequestId) -> None:
+        self._remote.wait(rid)
         with self._lock:
             self._table.remove(rid)
             self._check()
@@ -244,53 +251,6 @@ class KVResource(PoolView):
             for stream in self._table.streams_of(rid).values():
                 self._filing.extend(stream, walk, outputs)
 
-    # -- windows
-
-    def protect_prefix(self, rid: RequestId, num_tokens: int, label: str = "main") -> None:
-        """Keep the first ``num_tokens`` of a stream whatever its window releases; the same number again changes nothing.
-
-        Raises:
-            InputError: they are not stored, others are protected, something was released, or the stream is in use.
-        """
-        with self._lock:
-            self._windows.protect(self.stream(rid, label), num_tokens)
-
-    def release_oldest(self, rid: RequestId, num_tokens: int, label: str = "main") -> int:
-        """Release the oldest unprotected tokens in whole pages; returns how many went, at most ``num_tokens``.
-
-        Raises:
-            InputError: a number below 1, or the stream is in a step or on the host.
-        """
-        with self._lock:
-            released = self._windows.release_oldest(self.stream(rid, label), num_tokens)
-            self._check()
-            return released
-
-    # -- host pages
-
-    def supports_eviction(self) -> bool:
-        return self._pool.host.num_pages > 0
-
-    def is_offloaded(self, rid: RequestId) -> bool:
-        with self._lock:
-            return self._offloading.is_offloaded(rid)
-
-    def get_offload_priority(self, rid: RequestId) -> int:
-        with self._lock:
-            return self._offloading.priority(rid)
-
-    def offload(self, rid: RequestId) -> int:
-        freed = self._offloading.offload(rid)
-        with self._lock:
-            self._check()
-        return freed
-
-    def reload(self, rid: RequestId) -> bool:
-        with self._lock:
-            is_back = self._offloading.reload(rid)
-            self._check()
-            return is_back
-
     # -- afterwards
 
     def cached_misses(self, rid: RequestId) -> Sequence[Miss]:
@@ -312,6 +272,7 @@ class KVResource(PoolView):
     def cleanup(self) -> None:
         with self._lock:
             for rid in list(self._table.requests):
+                self._remote.wait(rid)
                 self._table.remove(rid)
             self._pool.clear_index("cleanup", self.epoch)
 

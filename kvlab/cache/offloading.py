@@ -63,7 +63,7 @@ class Offloading:
     def priority(self, rid: RequestId) -> int:
         """Device pages it holds; 0 when it cannot be offloaded now. Sharers free a page only together, so all of them count."""
         streams = self._table.streams_of(rid).values()
-        if not self._pool.host.num_pages or any(stream.offloaded or stream.step_in_flight for stream in streams):
+        if not self._pool.host.num_pages or any(stream.offloaded or _is_busy(stream) for stream in streams):
             return 0
         return sum(len(stream.page_indices) for stream in streams)
 
@@ -89,7 +89,7 @@ class Offloading:
 
     def _claim(self, rid: RequestId) -> list[_Claim]:
         streams = self._table.streams_of(rid).values()
-        if not self._pool.host.num_pages or any(stream.step_in_flight for stream in streams):
+        if not self._pool.host.num_pages or any(_is_busy(stream) for stream in streams):
             return []
         claims = []
         for stream in streams:
@@ -158,3 +158,8 @@ class Offloading:
             pages = pages[count:]
         self._counters.reloads += bool(streams)
         return True
+
+
+def _is_busy(stream: CacheStream) -> bool:
+    """True while bytes of ``stream`` are being written, or are not what they should be."""
+    return stream.step_in_flight or stream.read is not None or bool(stream.read_error)

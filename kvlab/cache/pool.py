@@ -59,7 +59,7 @@ class PagePool:
 
     # -- streams and the free list
 
-    def grow(self, stream: CacheStream, total_len: int, step_index: int) -> Refusal | None:
+    def grow(self, stream: CacheStream, total_len: int, step_index: int | None) -> Refusal | None:
         """Append fresh pages until ``stream`` holds ``total_len`` slots, evicting if that helps; all or nothing."""
         if stream.offloaded:
             return RequestOffloading(stream.rid)
@@ -242,7 +242,7 @@ class PagePool:
         """Ask the index to free ``num_pages``; returns how many it freed."""
         if self.index is None:
             return 0
-        when = "to bring it back from the host" if step_index is None else f"at step {step_index}"
+        when = "outside a step" if step_index is None else f"at step {step_index}"
         why = "evicted when asked" if for_rid is None else f"evicted {when} for request {for_rid!r}"
 
         victims: list[tuple[int, bytes, bytes]] = []

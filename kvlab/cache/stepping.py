@@ -11,6 +11,7 @@ from kvlab.cache.filing import Filing
 from kvlab.cache.forks import Forks, OpenFork, length_before
 from kvlab.cache.ledger import MissLedger
 from kvlab.cache.pool import PagePool
+from kvlab.cache.remote import Remote
 from kvlab.cache.stream import CacheStream
 from kvlab.cache.table import StreamTable
 from kvlab.cache.windows import Windows
@@ -26,10 +27,17 @@ class Stepper:
     """Admits, tables and commits steps. Callers hold the lock of the KV resource."""
 
     def __init__(
-        self, pool: PagePool, filing: Filing, table: StreamTable, forks: Forks, ledger: MissLedger, counters: KVCounters
+        self,
+        pool: PagePool,
+        filing: Filing,
+        table: StreamTable,
+        forks: Forks,
+        remote: Remote,
+        ledger: MissLedger,
+        counters: KVCounters,
     ) -> None:
         self._pool, self._filing, self._table, self._forks = pool, filing, table, forks
-        self._ledger, self._counters = ledger, counters
+        self._remote, self._ledger, self._counters = remote, ledger, counters
         self._windows = Windows(pool)
 
     # -- admit: reservation only
@@ -41,6 +49,9 @@ class Stepper:
         """
         rows = self._rows(step, ctx)
         forks = self._forks.of_step(step, ctx)
+        for stream in (*(stream for stream, _ in rows), *(stream for fork in forks for stream in fork[1:])):
+            if unsettled := self._remote.settle(stream):
+                return unsettled
         for stream, span in rows:
             self._convert(stream)
             if stream.key in step.retention:

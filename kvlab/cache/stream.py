@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvlab.cache.chain import PrefixChain
-from kvlab.spec import RequestId, RetentionPolicy, StreamKey
+from kvlab.spec import PendingRead, RequestId, RetentionPolicy, StreamKey
 
 
 class RootName(NamedTuple):
@@ -57,6 +57,9 @@ class CacheStream:
     hits: int = 0  # leading pages lent by the index
     generation: int = 0  # moves when pages or bytes change
     reset_generation: int = 0  # moves when the content is rewound or replaced
+    peer: tuple[str, int] | None = None  # source and logical epoch of what was retrieved
+    read: PendingRead | None = None  # pages on their way from a peer
+    read_error: str = ""  # a read failed: what is stored is not what it should be
     step_in_flight: bool = False
     offloaded: bool = False  # on the host, or on its way there
     host_pages: list[int] = field(default_factory=list)

@@ -77,8 +77,8 @@ class Windows:
         return self._release(stream, num_tokens)
 
     def _require_at_rest(self, stream: CacheStream, verb: str) -> None:
-        if stream.step_in_flight or stream.offloaded:
-            where = "in a step" if stream.step_in_flight else "on the host"
+        if stream.step_in_flight or stream.offloaded or stream.read is not None:
+            where = "in a step" if stream.step_in_flight else "on the host" if stream.offloaded else "being read from a peer"
             raise InputError(f"stream {stream.key} is {where}: nothing of it can be {verb} now")
 
     def _release(self, stream: CacheStream, excess: int) -> int:

@@ -15,13 +15,14 @@ from kvlab.engine.chunks import ChunkRule
 from kvlab.engine.declare import check_declaration, moved_root, open_caches
 from kvlab.engine.gate import AdmissionOptions, Gate
 from kvlab.engine.handle import RequestHandle, finished
+from kvlab.engine.handover import HandedOver
 from kvlab.engine.holds import HoldLog
 from kvlab.engine.intake import Intake
 from kvlab.engine.interrupts import deferred_interrupts
 from kvlab.engine.offloads import Offloads
 from kvlab.engine.positions import Positions
 from kvlab.engine.preprocess import PreprocessWorker
-from kvlab.engine.request import GenerationResult, Request, StreamChunk, read_options
+from kvlab.engine.request import GenerationResult, Request, RequestOptions, StreamChunk, read_options
 from kvlab.engine.run import Run
 from kvlab.engine.sampler import Sampled, Sampler
 from kvlab.engine.skip import SkipStage
@@ -39,7 +40,7 @@ from kvlab.events import (
     TokensMissed,
 )
 from kvlab.recorder import Recorder
-from kvlab.spec import AllocationFailed, ModelSpec, Prompt, RequestId, Resource, Walk
+from kvlab.spec import AllocationFailed, ModelSpec, Prompt, ReadPending, RequestId, Resource, Walk
 
 logger = logging.getLogger("kvlab.engine")
 
@@ -145,13 +146,19 @@ class Engine:
             InputError: an unknown or illegal option, a prompt that cannot be tokenised, that overflows the context, or that
                 needs more pages than the pool has.
         """
-        request = Request(next(self._rids), prompt, read_options({**self.model.default_options, **options}))
+        return self._handle(self._submit(prompt, read_options({**self.model.default_options, **options})))
+
+    def _handle(self, run: Run) -> RequestHandle:
+        return RequestHandle(run, step=self.step, cancel=self._cancel)
+
+    def _submit(self, prompt: Prompt, options: RequestOptions, handed: HandedOver | None = None) -> Run:
+        request = Request(next(self._rids), prompt, options)
         self._notice_changed_weights()
-        run = Run(request, self.preprocess.submit(prompt, request.options.fields), self._clock(), self._round)
+        run = Run(request, self.preprocess.submit(prompt, request.options.fields), self._clock(), self._round, handed=handed)
         if run.future.done():
             self._prepare(run)
         self._waiting.append(run)
-        return RequestHandle(run, step=self.step, cancel=self._cancel)
+        return run
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[StreamChunk]:
         """Yield the tokens of one request as they come; leaving the loop early cancels it."""
@@ -213,12 +220,36 @@ class Engine:
             for outcome in outcomes:
                 self._take_outcome(outcome)
             num_ran = sum(outcome.num_ran for outcome in outcomes)
-            held = [run for outcome in outcomes for run, _ in outcome.held if run.result is None]
+            num_ran += self._await_reads(outcomes) if num_ran == 0 else 0
+            held = [run for o in outcomes for run, why in o.held if run.result is None and not isinstance(why, ReadPending)]
             self._is_short = bool(held)
             held = held or (self._offloads.parked if num_ran == 0 else [])
             if held and not self._preempt_for(held, num_ran) and num_ran == 0:
                 self._stop_if_stalled(held)
         return num_ran
+
+    def hand_over(self, handle: RequestHandle) -> HandedOver:
+        """Let a request that has begun to generate rest here, so that another engine can go on with it.
+
+        Its pages stay until ``handle.cancel()``, which is due once the other engine has taken it over.
+
+        Raises:
+            InputError: the request has no token yet, or has ended.
+        """
+        run = next((r for r in self._running if r.rid == handle.rid), None)
+        if run is None or not run.generated or run.is_parked:
+            raise InputError(f"request {handle.rid} cannot be handed over: it is not running, has no token, or is on the host")
+        run.is_handed_over = True
+        published = {resource.key: resource.publish(run.rid) for resource in self._resources}
+        return HandedOver(run.prompt_ids, tuple(run.generated), run.walk_index, run.request.options, published)
+
+    def take_over(self, handed: HandedOver) -> RequestHandle:
+        """Go on with a request that another engine began; the tokens it has are the first of its reply.
+
+        Raises:
+            InputError: as ``submit``.
+        """
+        return self._handle(self._submit(list(handed.prompt_ids), handed.options, handed))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached page. Pages of running requests stay readable and are not offered again."""
@@ -265,6 +296,10 @@ class Engine:
 
     def _prepare(self, run: Run) -> None:
         self._intake.prepare(run, run.future.result())
+        if run.handed is not None:
+            run.walk_index = run.handed.walk_index
+            for token in run.handed.generated:
+                run.take(Sampled(token), self._clock())
         if self.recorder is not None:
             options = run.request.options
             self.recorder(RequestSubmitted(run.rid, len(run.prompt_ids), options.max_tokens, options.name))
@@ -308,7 +343,7 @@ class Engine:
     def _groups(self) -> Iterator[tuple[Walk, list[Run]]]:
         groups: dict[str, list[Run]] = {}
         for run in self._running:
-            if run.is_parked:
+            if run.rests:
                 continue
             groups.setdefault(run.walk, []).append(run)
         # prefills first: a first token is waited for, and a decode step does not depend on its neighbours
@@ -324,6 +359,13 @@ class Engine:
                 self.recorder(RequestHeld(run.rid, getattr(refusal, "label", "main"), short))
         for run, error in outcome.failed:
             self._end(run, "error", error)
+
+    def _await_reads(self, outcomes: Sequence[Outcome]) -> int:
+        """Nobody could run: wait for what is read from peers. Returns how many were waited for."""
+        reading = [run.rid for outcome in outcomes for run, why in outcome.held if isinstance(why, ReadPending)]
+        for rid in reading:
+            self.kv.await_reads(rid)
+        return len(reading)
 
     def _settle(self, run: Run, walk: Walk, sampled: Sampled | Exception | None, walk_done: bool) -> None:
         """A row's step is committed: take its token, check for the end, extend its chain, move on in the schedule."""
@@ -379,7 +421,7 @@ class Engine:
     def _preempt_for(self, held: Sequence[Run], num_ran: int) -> bool:
         """Send the newest request back to the queue when a decode lacks a page, or when nobody could run."""
         needy = next((run for run in held if num_ran == 0 or self._walks[run.walk].loops), None)
-        at_work = [run for run in self._running if not run.is_parked]
+        at_work = [run for run in self._running if not run.rests]
         victims = [run for run in at_work if run.request.options.window is None]  # what a window released cannot be recomputed
         if needy is None or not self._gate.options.preempts or len(at_work) < 2 or not victims:
             return False

@@ -47,7 +47,8 @@ class Intake:
 
     def claim(self, run: Run) -> Claim:
         """What ``run`` will hold until its end."""
-        slots = self._model.slots(run.record, run.tokens_left)
+        tokens = run.request.options.max_tokens - (run.input_tokens - len(run.prompt_ids))
+        slots = self._model.slots(run.record, tokens)
         prompt_pages = sum(self._kv.pages_needed(prompt) for prompt, _ in slots.values())
         window = run.request.options.retention
         if window is not None:

@@ -57,7 +57,7 @@ class Offloads:
     def _victims(self, refusal: AllocationFailed) -> list[Run]:
         place = next(i for i, run in enumerate(self._running) if run.rid == refusal.rid)
         younger = [(run, self._kv.get_offload_priority(run.rid)) for run in reversed(self._running[place + 1 :])]
-        able = [(run, pages) for run, pages in younger if pages and not run.is_parked]
+        able = [(run, pages) for run, pages in younger if pages and not run.rests]
         if self._policy == "priority":
             able.sort(key=lambda entry: -entry[1])  # a stable sort: the newest of equals stays first
         else:

@@ -110,7 +110,7 @@ class Stepper:
         rows: list[_Row] = []
         budget = self._chunks.max_step_tokens
         for run in runs:
-            if run.is_parked:
+            if run.rests:
                 continue
             if budget <= 0 and not walk.loops:
                 break
@@ -149,11 +149,24 @@ class Stepper:
             segments = tuple(s for row in rows for s in row.segments())
             step = Step(index, walk.node, walk.name, segments, commit=walk.commits, retention=self._retention(walk, rows))
             ctx = StepContext(frozenset(row.run.rid for row in rows))
-            refusal = next((r for r in (res.admit(step, ctx) for res in self._resources) if r is not None), None)
+            refusal = self._retrieve(walk, rows)
+            if refusal is None:
+                refusal = next((r for r in (res.admit(step, ctx) for res in self._resources) if r is not None), None)
             if refusal is None:
                 return step, ctx, rows
             if not self._make_room(refusal):
                 rows = self._without_refused(rows, refusal, outcome)
+        return None
+
+    def _retrieve(self, walk: Walk, rows: list[_Row]) -> Refusal | None:
+        """Read what requests begun elsewhere hold there."""
+        for run in (row.run for row in rows if row.run.handed is not None):
+            published = run.handed.published if run.handed is not None else {}
+            for resource in self._resources:
+                refusal = resource.admit_retrieve(run.rid, walk.node, walk.name, published.get(resource.key, {}))
+                if refusal is not None:
+                    return refusal
+            run.handed = None
         return None
 
     def _retention(self, walk: Walk, rows: list[_Row]) -> dict[StreamKey, RetentionPolicy]:
