@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvlab.attention.base import AttentionBackend
     from kvlab.attention.store import KVStore
     from kvlab.engine.engine import Engine
-    from kvlab.spec import KVLayout, ModelSpec
+    from kvlab.spec import KVLayout, ModelSpec, PageTransport
 
 DEFAULT_NUM_PAGES = 2048
 PROFILES = ("kvlab", "published")
@@ -159,10 +159,12 @@ def build_engine(
     check_invariants: bool | None = None,
     resources: Mapping[str, Mapping[str, Any]] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    transport: Callable[[KVStore], PageTransport] | None = None,
 ) -> Engine:
     """Return an engine over a model that is already there.
 
-    The arguments are those of ``load``; ``attention`` may also be a function of the KVStore, and ``clock`` counts seconds.
+    The arguments are those of ``load``; ``attention`` may also be a function of the KVStore, ``clock`` counts seconds, and
+    ``transport`` makes of the KVStore what reads the pages of other engines.
     """
     from kvlab.attention.store import KVStore
     from kvlab.cache.kv import KVResource
@@ -212,6 +214,7 @@ def build_engine(
         salt=pool["prefix_cache_salt"],
         cpu_offload_pages=pool["cpu_offload_pages"],
         host_tier_pages=pool["host_tier_pages"],
+        transport=None if transport is None else transport(store),
         check_invariants=check_invariants,
         record=recorder,
         miss_log=MissLog(pages) if record else None,

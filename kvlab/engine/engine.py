@@ -352,6 +352,8 @@ class Engine:
 
     def _take_outcome(self, outcome: Outcome) -> None:
         for run, refusal in outcome.held:
+            if isinstance(refusal, ReadPending):
+                continue
             run.held_steps += 1
             short = refusal.pages_short if isinstance(refusal, AllocationFailed) else 0
             self._hold_log.held(self._walks[run.walk].node, run.rid, short)
@@ -422,7 +424,7 @@ class Engine:
         """Send the newest request back to the queue when a decode lacks a page, or when nobody could run."""
         needy = next((run for run in held if num_ran == 0 or self._walks[run.walk].loops), None)
         at_work = [run for run in self._running if not run.rests]
-        victims = [run for run in at_work if run.request.options.window is None]  # what a window released cannot be recomputed
+        victims = [run for run in at_work if run.can_start_over]
         if needy is None or not self._gate.options.preempts or len(at_work) < 2 or not victims:
             return False
         self._preempt(victims[-1], needy)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -145,12 +146,11 @@ class DistributedTransport:
         self._dist.send(tensor.contiguous(), dst=self._peer, tag=tag)
 
     def close(self) -> None:
-        """Tell the peer that nothing will be asked any more, and finish what is being read."""
+        """Finish what is being read, say that nothing will be asked any more, and answer until the peer says so too."""
         self._reads.shutdown()
-        try:
+        with contextlib.suppress(RuntimeError):  # it is gone already
             self._send(torch.tensor([0]), self.ASK)
-        except RuntimeError:
-            return  # it is gone already
+        self._server.join()
 
 
 @dataclass

@@ -82,6 +82,11 @@ class Run:
         """True while no step may run it."""
         return self.is_parked or self.is_handed_over
 
+    @property
+    def can_start_over(self) -> bool:
+        """False when recomputing gives other values (a window released some), or a peer holds what is needed for it."""
+        return self.request.options.window is None and self.handed is None
+
     def past_deadline(self, now_s: float, step: int) -> bool:
         """True once either deadline has passed."""
         options = self.request.options
