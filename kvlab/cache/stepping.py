@@ -16,7 +16,7 @@ from kvlab.cache.stream import CacheStream
 from kvlab.cache.table import StreamTable
 from kvlab.cache.windows import Windows
 from kvlab.errors import InputError, IntegrityError
-from kvlab.spec import Refusal, Segment, Step, StepContext, StepRow, StreamKey
+from kvlab.spec import Refusal, RequestOffloading, Segment, Step, StepContext, StepRow, StreamKey
 
 log = logging.getLogger("kvlab.cache")
 
@@ -52,6 +52,8 @@ class Stepper:
         for stream in (*(stream for stream, _ in rows), *(stream for fork in forks for stream in fork[1:])):
             if unsettled := self._remote.settle(stream):
                 return unsettled
+            if stream.offloaded:
+                return RequestOffloading(stream.rid)
         for stream, span in rows:
             self._convert(stream)
             if stream.key in step.retention:
