@@ -13,6 +13,7 @@ from kvlab.errors import InputError
 if TYPE_CHECKING:
     from kvlab.attention.base import AttentionBackend
     from kvlab.attention.store import KVStore
+    from kvlab.cache.policies import EvictionPolicy
     from kvlab.engine.engine import Engine
     from kvlab.spec import KVLayout, ModelSpec, PageTransport
 
@@ -49,7 +50,8 @@ def load(
     max_step_tokens: int = 2048,
     prefix_cache: bool = True,
     prefix_cache_salt: str = "",
-    policy: str = "lru",
+    policy: str | EvictionPolicy = "lru",
+    max_pinned_pages: int | None = None,
     attention: str = "torch",
     preprocess: str = "inline",
     profile: str = "kvlab",
@@ -79,7 +81,8 @@ def load(
         host_tier_pages: host pages onto which cached pages go when they are evicted; a prompt is looked up there too.
         max_step_tokens: most prompt tokens computed in one step; longer prefills are chunked.
         prefix_cache: False = no page is ever reused. ``prefix_cache_salt`` isolates this deployment's pages.
-        policy: order of eviction.
+        policy: order of eviction: arc, fifo, lfu, lru, priority, random, s3fifo, sieve or slru, or a policy object.
+        max_pinned_pages: most pages that ``engine.pin`` may hold; None = half of the pool.
         attention: "torch" or "flashinfer".
         preprocess: where prompts are tokenised: "inline", "thread" or "process".
         profile: "kvlab", or "published" for the published system's boundaries.
@@ -117,6 +120,7 @@ def load(
         prefix_cache=prefix_cache,
         prefix_cache_salt=prefix_cache_salt,
         policy=policy,
+        max_pinned_pages=max_pinned_pages,
         attention=attention,
         preprocess=preprocess,
         profile=profile,
@@ -152,7 +156,8 @@ def build_engine(
     max_step_tokens: int = 2048,
     prefix_cache: bool = True,
     prefix_cache_salt: str = "",
-    policy: str = "lru",
+    policy: str | EvictionPolicy = "lru",
+    max_pinned_pages: int | None = None,
     attention: str | Callable[[KVStore], AttentionBackend] = "torch",
     preprocess: str = "inline",
     profile: str = "kvlab",
@@ -184,6 +189,7 @@ def build_engine(
         "page_size": page_size,
         "kv_dtype": kv_dtype,
         "policy": policy,
+        "max_pinned_pages": max_pinned_pages,
         "prefix_cache": prefix_cache,
         "prefix_cache_salt": prefix_cache_salt,
         "cpu_offload_pages": cpu_offload_pages,
@@ -210,6 +216,7 @@ def build_engine(
         pages,
         store=store,
         policy=pool["policy"],
+        max_pinned_pages=pool["max_pinned_pages"],
         prefix_cache=pool["prefix_cache"],
         salt=pool["prefix_cache_salt"],
         cpu_offload_pages=pool["cpu_offload_pages"],

@@ -18,7 +18,11 @@ from kvlab import __version__
 from kvlab.errors import KvlabError
 
 #: What `kvlab bench` can measure: name -> "module:function", called without arguments, gives {"rows": ..., "machine": ...}.
-BENCHES = {"index": "kvlab.bench.index:run", "engine": "kvlab.bench.engine:run"}
+BENCHES = {
+    "index": "kvlab.bench.index:run",
+    "engine": "kvlab.bench.engine:run",
+    "orpheus": "kvlab.bench.orpheus:run",
+}
 
 plain = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": False, "pretty_exceptions_enable": False}
 app = typer.Typer(help="What happens when requests share the KV pages of a common prefix?", **plain)  # type: ignore[arg-type]
@@ -65,10 +69,10 @@ def demo(
     num_pages: Annotated[int | None, typer.Option("--pages", help="Pages in the pool.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens a page.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate for each request.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the HTML report.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the HTML report, or the two sounds.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a real model on shared prefixes, with the cache and without; print a table, write a report."""
+    """Run a real model on shared prefixes, with the cache and without; print a table, write a report or two sounds."""
     from rich.console import Console
 
     given = {"model": model, "num_pages": num_pages, "page_size": page_size, "max_tokens": max_tokens, "out": out}
@@ -98,6 +102,84 @@ def bench(
         _print_json(result)
     else:
         _print_rows(result)
+
+
+@app.command()
+def size(
+    model: Annotated[str, typer.Argument(help="Name or path of the model.")],
+    concurrency: Annotated[int, typer.Option(help="Requests that run side by side.")],
+    context: Annotated[int, typer.Option(help="Final tokens of a request, completion included.")],
+    shared: Annotated[int, typer.Option(help="Tokens of a prefix that all requests share.")] = 0,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
+    as_json: Json = False,
+) -> None:
+    """Say how large a pool must be so that no request waits for pages."""
+    facts = _resolve("kvlab.run:size")(model, concurrency, context, shared, page_size)
+    if as_json:
+        _print_json(facts)
+    else:
+        typer.echo("\n".join(f"{name}: {value}" for name, value in facts.items()))
+
+
+@app.command()
+def run(
+    workload: Annotated[str, typer.Option(help="shared-prefix | chats | churn, or a JSONL file of requests.")],
+    model: Annotated[str, typer.Option(help="Name or path of a model, or tracer.")] = "tracer",
+    requests: Annotated[int, typer.Option(help="Requests to draw.")] = 32,
+    prefix_pages: Annotated[int, typer.Option(help="Pages of the shared prefix.")] = 59,
+    tail: Annotated[int, typer.Option(help="Tokens of a request after its prefix.")] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each request.")] = 64,
+    num_pages: Annotated[int, typer.Option("--pages", help="Usable pages in the pool.")] = 96,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
+    admission: Annotated[str, typer.Option(help="reserve | peak | none.")] = "reserve",
+    admission_order: Annotated[str, typer.Option(help="fifo | backfill.")] = "fifo",
+    preemption: Annotated[str | None, typer.Option(help="on | off. [default: on with reserve and peak]")] = None,
+    max_concurrent_requests: Annotated[int | None, typer.Option(help="Most requests in flight.")] = None,
+    policy: Annotated[str, typer.Option(help="Order of eviction.")] = "lru",
+    prefix_cache: Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse pages.")] = True,
+    faults: Annotated[float, typer.Option(help="Share of requests to cancel, and of forwards to fail.")] = 0.0,
+    check: Annotated[bool, typer.Option("--check", help="Verify every result and every invariant.")] = False,
+    seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSONL file of results; a second run goes on from it.")] = None,
+    event_log: Annotated[Path | None, typer.Option(help="JSONL file of events.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Play a workload and say who completed. Exit code 0 if all did, 1 on a stall, a wrong value or a leaked page."""
+    if preemption not in (None, "on", "off"):
+        raise typer.BadParameter(f"preemption is {preemption!r}; it is on or off", param_hint="--preemption")
+    report = _resolve("kvlab.run:play")(
+        workload,
+        model,
+        shape={
+            "requests": requests,
+            "prefix_pages": prefix_pages,
+            "page_size": page_size,
+            "tail": tail,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "faults": faults,
+        },
+        engine_options={
+            "num_pages": num_pages + 1,
+            "page_size": page_size,
+            "admission": admission,
+            "admission_order": admission_order,
+            "preemption": None if preemption is None else preemption == "on",
+            "max_concurrent_requests": max_concurrent_requests,
+            "policy": policy,
+            "prefix_cache": prefix_cache,
+            "seed": seed,
+            "event_log": event_log,
+        },
+        check=check,
+        output=out,
+    )
+    if as_json:
+        _print_json(report)
+    else:
+        typer.echo("\n".join(f"{name}: {value}" for name, value in report.items()))
+    if report["stall"] is not None or report["wrong_values"] or report["leaked_pages"]:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """What ``kvlab demo`` does: a real model on prompts that share a beginning, with the cache and without.
 
-Every request runs on two engines over one model, of which one has its cache off, so that each answer has a cold twin: equal
-token for token, or the first token that differs is named.
+A model that speaks has a demo of its own, ``kvlab.demo_speech``. Here every request runs on two engines over one model, one of
+them with its cache off, so that each answer has a cold twin: equal token for token, or the first token that differs is named.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from kvlab.engine.engine import Engine
     from kvlab.engine.request import GenerationResult
     from kvlab.lab.results import TtftRow
+    from kvlab.models.loading import Checkpoint
     from kvlab.models.text import TextModel
     from kvlab.recorder import Recorder
 
 POOL_TOKENS = 4096  # slots of the pool when no number of pages is given
+PAGE_SIZE = 16
+MAX_TOKENS = 32
 NUM_QUESTIONS = 4  # asked one by one and timed; all of them are then asked side by side
 SIDE_BY_SIDE_TOKENS = 8
 TIMED_PROMPT_TOKENS = 512
@@ -40,20 +43,21 @@ def run(
     *,
     model: str = "smollm2-135m",
     num_pages: int | None = None,
-    page_size: int = 16,
-    max_tokens: int = 32,
+    page_size: int | None = None,
+    max_tokens: int | None = None,
     out: str | Path | None = None,
     as_json: bool = False,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run the demo, print what it found, and write the HTML report.
+    """Run the demo of a model's kind, print what it found, and write the HTML report, or the two sounds.
 
     Args:
-        model: name or path of a text model.
+        model: name or path of a text model, or of one that speaks.
         num_pages: pages of the pool; 4096 slots when not given.
-        page_size: tokens a page.
-        max_tokens: most tokens of an answer.
-        out: where the report goes; ``kvlab-demo.html`` in the current folder when not given.
+        page_size: tokens a page; 16 when not given, 4 for speech.
+        max_tokens: most tokens of an answer; 32 when not given, 420 for speech.
+        out: a folder, or where the report goes, or what the names of the two sounds begin with; ``kvlab-demo`` in the current
+            folder when not given.
         as_json: print no tables: the caller prints what is returned.
         console: where lines and tables go; stdout, or stderr with ``as_json``.
 
@@ -70,11 +74,18 @@ def run(
     begin = perf_counter()
     console = console or Console(stderr=as_json)
     path = _report_path(DEFAULT_REPORT if out is None else out)
-    if max_tokens < 1:
+    if max_tokens is not None and max_tokens < 1:
         raise InputError(f"max_tokens is {max_tokens}; an answer has at least 1 token")
-    loaded = _load(model, console)
-    pages = POOL_TOKENS // max(page_size, 1) + 1 if num_pages is None else num_pages
-    outcome, events = _play(loaded, pages, page_size, max_tokens, console)
+    checkpoint, speaks = _open(model, console)
+    if speaks:
+        from kvlab import demo_speech
+
+        pool = {"num_pages": num_pages, "page_size": page_size, "max_tokens": max_tokens}
+        return demo_speech.run(checkpoint, **pool, out=out, as_json=as_json, console=console)
+    size = PAGE_SIZE if page_size is None else page_size
+    pages = POOL_TOKENS // max(size, 1) + 1 if num_pages is None else num_pages
+    loaded = _load(checkpoint, console)
+    outcome, events = _play(loaded, pages, size, MAX_TOKENS if max_tokens is None else max_tokens, console)
     _write_report(path, outcome, events)
     return _finish(outcome, path, perf_counter() - begin, console, as_json)
 
@@ -90,9 +101,7 @@ def _finish(outcome: Outcome, path: Path, seconds: float, console: Console, as_j
 
 def _report_path(out: str | Path) -> Path:
     """Check where the report goes before the minute it takes to make it."""
-    path = Path(out)
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the report a file name, for example {path / DEFAULT_REPORT}")
+    path = Path(out) / DEFAULT_REPORT if Path(out).is_dir() else Path(out)
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise InputError(f"the report cannot be written to {path}: {path.parent} is no folder to write in; use --out")
     return path
@@ -101,11 +110,19 @@ def _report_path(out: str | Path) -> Path:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-def _load(model: str, console: Console) -> TextModel:
-    begin = perf_counter()
+def _open(model: str, console: Console) -> tuple[Checkpoint, bool]:
+    """Return the checkpoint, fetched if need be, and whether it speaks."""
     with console.status("starting torch"):
-        from kvlab.models.loading import load_text_model, open_checkpoint
+        from kvlab.models.loading import open_checkpoint
+        from kvlab.models.orpheus.loading import is_orpheus
     checkpoint = open_checkpoint(model)  # says itself what it fetches or converts
+    return checkpoint, is_orpheus(checkpoint.config)
+
+
+def _load(checkpoint: Checkpoint, console: Console) -> TextModel:
+    from kvlab.models.loading import load_text_model
+
+    begin = perf_counter()
     with console.status(f"loading {checkpoint.name}"):
         loaded = load_text_model(checkpoint)
     _say(console, f"{loaded.identity} loaded in {perf_counter() - begin:.1f} s")
@@ -119,7 +136,6 @@ def _play(model: TextModel, num_pages: int, page_size: int, max_tokens: int, con
     from kvlab.lab import studies
 
     ask = _ask_for(model.processor)
-    harbour = shipped_prompt("harbour")
     with ExitStack() as stack:
         on, off = (
             stack.enter_context(build_engine(model, num_pages=num_pages, page_size=page_size, prefix_cache=cache))
@@ -129,14 +145,13 @@ def _play(model: TextModel, num_pages: int, page_size: int, max_tokens: int, con
         asked, hits = _requests(on, ask, max_tokens, console)
         _say(console, "The same with the cache off")
         cold = studies.replay(off, hits)
-        _say(console, f"{len(harbour['questions'])} questions side by side, on shared pages")
-        studies.side_by_side(on, harbour["system"], harbour["questions"], ask=ask, max_tokens=SIDE_BY_SIDE_TOKENS)
+        num_side_by_side = _side_by_side(on, ask, console)
         outcome = Outcome(
             model=_model_facts(on),
             num_pages=num_pages,
             page_size=page_size,
             pairs=tuple(Pair(*both, model.processor.decode) for both in zip(asked, hits, cold, strict=True)),
-            num_side_by_side=len(harbour["questions"]),
+            num_side_by_side=num_side_by_side,
             most_listed=studies.most_listed(on.events),
             ttft=tuple(_time_first_tokens(model, page_size, console)),
         )
@@ -189,6 +204,16 @@ def _requests(
     alone = ask(stranger["question"], system=stranger["system"])
     results.append(engine.generate(alone, name="stranger", **options))
     return [*questions, *talk["turns"], stranger["question"]], results
+
+
+def _side_by_side(engine: Engine, ask: Callable[..., Prompt], console: Console) -> int:
+    """Ask all questions at once, so that running requests share pages with each other; returns how many."""
+    from kvlab.lab import studies
+
+    system, questions = (shipped_prompt("harbour")[part] for part in ("system", "questions"))
+    _say(console, f"{len(questions)} questions side by side, on shared pages")
+    studies.side_by_side(engine, system, questions, ask=ask, max_tokens=SIDE_BY_SIDE_TOKENS)
+    return len(questions)
 
 
 def _time_first_tokens(model: TextModel, page_size: int, console: Console) -> list[TtftRow]:

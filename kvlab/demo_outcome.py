@@ -130,7 +130,7 @@ def _cold(outcome: Outcome) -> Verdict:
 def _stranger(outcome: Outcome) -> Verdict:
     alone = outcome.pair("stranger").on
     cause, evidence = (alone.misses[0].cause, alone.misses[0].evidence) if alone.misses else ("none", "")
-    says = f"The stranger shares no page and found {alone.cached_tokens} tokens cached: {cause} ({evidence})."
+    says = f"The stranger, with a system prompt of its own, found {alone.cached_tokens} tokens cached: {cause} ({evidence})."
     return Verdict("stranger_shares_nothing", alone.cached_tokens == 0, says)
 
 

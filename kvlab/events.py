@@ -350,6 +350,21 @@ class PageEvicted(Event):
 
 
 @dataclass(frozen=True)
+class PagesPinned(Event):
+    """Cached pages that stay until ``name`` is unpinned."""
+
+    name: str
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PagesUnpinned(Event):
+    name: str
+    pages: Sequence[int]
+    why: str
+
+
+@dataclass(frozen=True)
 class IndexReset(Event):
     """Every entry was dropped; ``pages`` are those the index let go of."""
 

@@ -19,9 +19,11 @@ from kvlab.events import (
     PagesCachedOnHost,
     PagesLeased,
     PagesOffloaded,
+    PagesPinned,
     PagesRecalled,
     PagesReleased,
     PagesReloaded,
+    PagesUnpinned,
     PoolCreated,
     StreamCommitted,
     StreamLengthSet,
@@ -37,6 +39,7 @@ class PageState:
     root: str | None = None
     parent: int | None = None
     position: int | None = None
+    pins: list[str] = field(default_factory=list)  # names it is pinned under
 
     @property
     def state(self) -> str:
@@ -61,6 +64,7 @@ class PoolState:
     stored_tokens: dict[tuple[int | str, str], int] = field(default_factory=dict)
     host: dict[int, tuple[int | str, str]] = field(default_factory=dict)  # host page -> the stream it belongs to
     host_cached: dict[int, str] = field(default_factory=dict)  # host page -> key of the cached page on it
+    pins: dict[str, list[int]] = field(default_factory=dict)
 
     def page(self, page: int) -> PageState:
         """State of ``page``; pages never touched are free."""
@@ -155,6 +159,20 @@ class PoolState:
         state = self.page(e.page)
         state.key, state.root, state.parent, state.position = e.key, e.root, e.parent, e.position
 
+    def _on_PagesPinned(self, e: PagesPinned) -> None:
+        self._pin(e.name, e.pages)
+
+    def _pin(self, name: str, pages: Iterable[int]) -> None:
+        self.pins[name] = list(pages)
+        for p in self.pins[name]:
+            self.page(p).pins.append(name)
+
+    def _on_PagesUnpinned(self, e: PagesUnpinned) -> None:
+        if self.pins.get(e.name) != list(e.pages):
+            raise IntegrityError(f"the log unpins pages {e.pages[:20]} of {e.name!r}, which pins {self.pins.get(e.name)}")
+        for p in self.pins.pop(e.name):
+            self.page(p).pins.remove(e.name)
+
     def _on_PageEvicted(self, e: PageEvicted) -> None:
         self._unindex(e.page)
 
@@ -181,6 +199,7 @@ class PoolState:
             "stored_tokens": [[*stream, tokens] for stream, tokens in self.stored_tokens.items()],
             "host": [[page, *owner] for page, owner in self.host.items()],
             "host_cached": [[page, key] for page, key in self.host_cached.items()],
+            "pins": self.pins,
         }
 
     @classmethod
@@ -192,4 +211,7 @@ class PoolState:
         stored = {(r, x): tokens for r, x, tokens in data["stored_tokens"]}
         host = {page: (owner[0], owner[1]) for page, *owner in data.get("host", ())}
         host_cached = dict(data.get("host_cached", ()))
-        return cls(data["num_pages"], data["page_size"], pages, streams, leases, stored, host, host_cached)
+        state = cls(data["num_pages"], data["page_size"], pages, streams, leases, stored, host, host_cached)
+        for name, pinned in data["pins"].items():
+            state._pin(name, pinned)
+        return state

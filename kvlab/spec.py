@@ -18,6 +18,9 @@ StreamKey: TypeAlias = tuple[RequestId, str]  # (request, label)
 #: Field names that belong to the preprocess worker. A client that could name keys could be served another request's KV.
 RESERVED_FIELDS = ("prefix_keys", "prefix_tail", "prefix_decode", "prefix_layout")
 
+#: Eviction priorities of pages go from 0 (first) to 100 (last).
+DEFAULT_PRIORITY, MAX_PRIORITY = 50, 100
+
 SEQUENTIAL = "sequential"  # the only position scheme under which a page of rotated K may be reused
 
 
@@ -125,6 +128,43 @@ class KeyedPrompt:
 
 
 @dataclass(frozen=True)
+class Retention:
+    """How long the pages that lie in slots [start, stop) of a stream should stay cached; ``stop`` None = to the end.
+
+    ``priority`` 0 goes first, 100 last, pages nobody asked to retain have 50. It counts for ``duration_s`` seconds from when a
+    page is filed or lent again, None = as long as the page is cached. Only the policy "priority" heeds it.
+
+    Raises:
+        InputError: a range, priority or duration that cannot be.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    priority: int = MAX_PRIORITY
+    duration_s: float | None = None
+    label: str = "main"
+
+    def __post_init__(self) -> None:
+        stop = self.start + 1 if self.stop is None else self.stop
+        if type(self.start) is not int or type(stop) is not int or not 0 <= self.start < stop:
+            raise InputError(f"retention of slots [{self.start!r}, {self.stop!r}); give 0 <= start < stop, or None for stop")
+        if type(self.priority) is not int or not 0 <= self.priority <= MAX_PRIORITY:
+            raise InputError(f"retention priority is {self.priority!r}; give a whole number from 0 to {MAX_PRIORITY}")
+        seconds = self.duration_s
+        if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds < float("inf")):
+            raise InputError(f"retention duration_s is {seconds!r}; give a number of seconds above 0, or None")
+
+    def pages(self, page_size: int, num_pages: int) -> range:
+        """Positions of the pages, of the first ``num_pages``, that the range lies on.
+
+        >>> Retention(10, 33).pages(page_size=16, num_pages=9)
+        range(0, 3)
+        """
+        stop = num_pages if self.stop is None else min(num_pages, -(-self.stop // page_size))
+        return range(self.start // page_size, stop)
+
+
+@dataclass(frozen=True)
 class RequestConfig:
     """A request as one resource sees it: its own part of the worker's keys and the client's knobs."""
 
@@ -133,6 +173,7 @@ class RequestConfig:
     salt: str = ""
     sampling: Any = None
     prompt_logprobs: bool = False  # needs every prompt row, so the hit is skipped and not booked as a miss
+    retention: tuple[Retention, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -211,7 +252,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class Step:
-    """One batched forward: every row runs the same walk of the same node. ``retention``: windows declared with it."""
+    """One batched forward: every row runs the same walk of the same node; ``windows`` are declared with it."""
 
     index: int
     node: str
@@ -219,7 +260,7 @@ class Step:
     segments: tuple[Segment, ...]
     forks: tuple[Fork, ...] = ()
     commit: bool = True
-    retention: Mapping[StreamKey, RetentionPolicy] = field(default_factory=dict)
+    windows: Mapping[StreamKey, RetentionPolicy] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -319,9 +360,7 @@ class ReadPending:
     rid: RequestId
 
 
-Refusal: TypeAlias = (
-    AllocationFailed | RequestOffloading | GrantDeferred | AdmissionDeferred | ReadPending | AdmitRuntimeError
-)
+Refusal: TypeAlias = AllocationFailed | RequestOffloading | GrantDeferred | AdmissionDeferred | ReadPending | AdmitRuntimeError
 
 
 # -- why a prompt token was computed -----------------------------------------------------------------------------------

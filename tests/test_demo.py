@@ -218,12 +218,26 @@ def test_a_setting_that_cannot_be_is_refused(model: Path, tmp_path: Path, wrong:
     assert not (tmp_path / "r.html").exists()
 
 
-@pytest.mark.parametrize(("out", "message"), [(".", "is a folder"), ("no/such/r.html", "no folder to write in")])
-def test_a_place_that_cannot_take_the_report_is_refused_before_anything_is_loaded(
-    tmp_path: Path, out: str, message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        demo.run(model=str(tmp_path / "no model"), out=tmp_path / out)
+def test_a_pool_that_holds_no_two_questions_at_once_still_ends_in_a_report(model: Path, tmp_path: Path) -> None:
+    printed = io.StringIO()
+    result = demo.run(
+        model=str(model), out=tmp_path / "r.html", console=Console(file=printed), **POOL | {"num_pages": 57, "max_tokens": 4}
+    )
+    assert result["side_by_side"]["held_pages"] <= 56  # they waited at the gate for one another
+    assert (tmp_path / "r.html").exists()
+
+
+def test_a_place_that_cannot_take_the_report_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no folder to write in"):
+        demo.run(model=str(tmp_path / "no model"), out=tmp_path / "no" / "such" / "r.html")
+
+
+def test_a_folder_gets_the_report_under_its_usual_name(model: Path, tmp_path: Path) -> None:
+    result = demo.run(
+        model=str(model), out=tmp_path, console=Console(file=io.StringIO()), **POOL | {"num_pages": 57, "max_tokens": 1}
+    )
+    assert Path(result["report"]) == (tmp_path / "kvlab-demo.html").resolve()
+    assert (tmp_path / "kvlab-demo.html").is_file()
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:

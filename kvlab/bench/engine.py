@@ -41,9 +41,9 @@ class Sizes:
     hit_tokens: int = 512
     hit_rounds: int = 7
     no_hit_batch: int = 2
-    no_hit_prompt_tokens: int = 96
-    no_hit_tokens: int = 8
-    no_hit_rounds: int = 21
+    no_hit_prompt_tokens: int = 64
+    no_hit_tokens: int = 4
+    no_hit_rounds: int = 31
     num_pages: int = 256
 
 

@@ -159,7 +159,7 @@ def replay_row(prompts: Sequence[Sequence[int]], num_pages: int, usable_pages: i
         hits[side.__name__] = side(prompts, usable_pages)
         return (process_time() - begin) / num_pages * 1e6
 
-    with _no_collection():
+    with without_collection():
         ours, reference = interleave(lambda: measure(replay), lambda: measure(replay_reference), rounds)
     if len(set(hits.values())) != 1:
         raise IntegrityError(f"the two sides hit different pages in a pool of {usable_pages}: {hits}")
@@ -178,7 +178,7 @@ def lookup_row(prompts: Sequence[Sequence[int]], rounds: int) -> Row:
             index.lookup(ROOT, keys)
         return (process_time() - begin) / num_pages * 1e6
 
-    with _no_collection():
+    with without_collection():
         measured = [measure() for _ in range(rounds)]
     return Row.of("lookup_us_per_page", measured, target=0.15, unit="us/page")
 
@@ -219,7 +219,7 @@ def filled_index(keys_of: Iterable[Sequence[bytes]], usable_pages: int) -> Prefi
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Keep the garbage collector from striking one side, as timeit does."""
     gc.collect()
     gc.disable()

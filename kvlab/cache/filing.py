@@ -11,8 +11,8 @@ from kvlab.cache.index import PrefixIndex
 from kvlab.cache.pool import PagePool
 from kvlab.cache.roots import stream_root
 from kvlab.cache.stream import CacheStream, ChainEnd, RootName
-from kvlab.errors import IntegrityError
-from kvlab.spec import KeyedPrompt, PrefixStream
+from kvlab.errors import InputError, IntegrityError
+from kvlab.spec import KeyedPrompt, PrefixStream, RequestConfig
 
 
 class Filing:
@@ -96,6 +96,26 @@ class Filing:
         elif self._pool.index is not None:
             self._file(stream, chain, self._pool.index)
 
+    def cached_pages(self, config: RequestConfig) -> list[int]:
+        """The index's pages for the whole pages of a prompt, all labels.
+
+        Raises:
+            InputError: one of them is not cached, or there are none.
+        """
+        pages: list[int] = []
+        num_whole = 0
+        for label, prompt in config.prompts.items():
+            if self._pool.index is not None and self.base_root is not None and self.is_keyed(label):
+                keys = prompt.keys[: prompt.prompt_slots // self._pool.page_size]
+                pages += self._pool.index.peek(stream_root(self.base_root, label, config.salt), keys)
+                num_whole += len(keys)
+        if not pages or len(pages) < num_whole:
+            raise InputError(
+                f"{len(pages)} of the prompt's {num_whole} whole pages are cached; a prompt is pinned once all of them are, "
+                "after its prefill"
+            )
+        return pages
+
     def _file(self, stream: CacheStream, chain: PrefixChain, index: PrefixIndex) -> None:
         filled = chain.pages_filled(stream.stored_len)
         if stream.is_windowed:
@@ -105,11 +125,11 @@ class Filing:
         parent = self._parent(stream, chain, index)
         begin, chain.cursor = chain.cursor, filled
         keys, pages = chain.keys[begin:filled], stream.page_indices[begin:filled]
-        if not self._pool.is_told:
-            index.insert_run(stream.root, keys, pages, parent)
-            return
-        known = {page for page in pages if index.key_of(page) is not None}
+        known = {page for page in pages if index.key_of(page) is not None} if self._pool.is_told else set()
         winners = index.insert_run(stream.root, keys, pages, parent)
+        self._pool.retain(stream, winners, begin)
+        if not self._pool.is_told:
+            return
         for position, (page, winner) in enumerate(zip(pages, winners, strict=True), begin):
             if page != winner:
                 self._pool.tell_race_lost(stream, page, winner)

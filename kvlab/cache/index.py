@@ -21,13 +21,14 @@ page goes, and the accounting are the index's, under every policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import cast
 
 from kvlab.cache.arena import SINK, PageArena
-from kvlab.cache.policies import EvictionPolicy, make_policy
+from kvlab.cache.evicting import PATIENCE, Evictor, policy_failed
+from kvlab.cache.policies import EvictionPolicy, RetentionPolicy, make_policy
 from kvlab.cache.tree import PageTree
 from kvlab.errors import InputError, IntegrityError
 
@@ -47,7 +48,7 @@ class IndexCounters:
 class PrefixIndex:
     """Maps (root, key) to a page of ``arena``. It uses the lock of whoever holds the arena's.
 
-    ``num_children`` and ``stamps``, by page, are there to read, never to write.
+    ``num_children``, ``stamps`` and ``keys``, by page, are there to read, never to write.
 
     Args:
         policy: a name, or an EvictionPolicy of one's own; None = least recently used leaves first.
@@ -60,11 +61,12 @@ class PrefixIndex:
         self.counters = IndexCounters()
         self.clock = 0  # ticks on every run that enters and on every lookup that matches
         self._maps: dict[bytes, dict[bytes, int]] = {}
-        self._keys = [b""] * self.num_pages
+        self.keys = [b""] * self.num_pages
         self._roots = [b""] * self.num_pages
         self.stamps = [0] * self.num_pages
         self._tree = PageTree(self.num_pages)
         self.num_children = self._tree.num_children
+        self._evictor = Evictor(self._tree, arena.num_owners, self.stamps, self.policy)
         arena.attach(self._tree)
         self.policy.attach(self)
 
@@ -87,7 +89,10 @@ class PrefixIndex:
             for page in pages:
                 stamps[page] = stamp
             self.counters.matched_pages += len(pages)
-            self.policy.touched(pages, stamp)
+            try:
+                self.policy.touched(pages, stamp)
+            except Exception as error:
+                raise policy_failed(self.policy, "a lookup", error) from error
         return pages
 
     def peek(self, root: bytes, keys: Sequence[bytes]) -> list[int]:
@@ -116,7 +121,7 @@ class PrefixIndex:
 
     def key_of(self, page: int) -> bytes | None:
         """Key of ``page``, None when it is not indexed."""
-        return self._keys[page] or None
+        return self.keys[page] or None
 
     def root_of(self, page: int) -> bytes | None:
         """Root of ``page``, None when it is not indexed."""
@@ -146,7 +151,7 @@ class PrefixIndex:
             False if the key was taken; then nothing changed.
 
         Raises:
-            IntegrityError: the parent is not indexed, or the page is free or indexed under another key.
+            IntegrityError: the parent is not indexed, the page is free or indexed under another key, or the policy raised.
         """
         inserts = self.counters.inserts
         self.insert_run(root, (key,), (page,), parent)
@@ -181,7 +186,7 @@ class PrefixIndex:
                 parent = winners[-1]
         finally:
             if not found:
-                del self._maps[root]
+                self._maps.pop(root, None)
         return winners
 
     def _enter(
@@ -189,7 +194,7 @@ class PrefixIndex:
     ) -> list[int]:
         """Enter pages, each as the child of the one before, up to the first that cannot; at least one."""
         self._refuse_indexed(pages[0], keys[0])
-        key_of, root_of, stamps = self._keys, self._roots, self.stamps
+        key_of, root_of, stamps = self.keys, self._roots, self.stamps
         self.clock = stamp = self.clock + 1
         entered: list[int] = []
         for key, page in zip(keys, pages, strict=True):
@@ -198,9 +203,13 @@ class PrefixIndex:
             key_of[page], root_of[page], stamps[page] = key, root, stamp
             entered.append(page)
         self._join(entered, parent)
+        try:
+            self.policy.inserted(entered, stamp)
+            self.policy.became_leaf(entered[-1])
+        except Exception as error:
+            self._withdraw(entered)
+            raise policy_failed(self.policy, "an insert", error) from error
         self.counters.inserts += len(entered)
-        self.policy.inserted(entered, stamp)
-        self.policy.became_leaf(entered[-1])
         return entered
 
     def _join(self, entered: list[int], parent: int | None) -> None:
@@ -211,10 +220,31 @@ class PrefixIndex:
         self._tree.add_run(entered, SINK if parent is None else parent)
         self.arena.adopt(entered)
 
+    def _withdraw(self, entered: list[int]) -> None:
+        """Undo the entering of pages that the policy would not have."""
+        self._tree.withdraw(entered)
+        for page in reversed(entered):
+            with suppress(Exception):
+                self.policy.removed(page)
+        self._drop(entered)
+
     def _refuse_indexed(self, page: int, key: bytes) -> None:
-        if self._keys[page]:
-            old, new = self._keys[page].hex()[:16], key.hex()[:16]
+        if self.keys[page]:
+            old, new = self.keys[page].hex()[:16], key.hex()[:16]
             raise IntegrityError(f"page {page} is indexed under key {old} and was offered under {new}; a page has one key")
+
+    def retain(self, pages: Sequence[int], priority: int, duration_s: float | None) -> None:
+        """Ask the policy to keep indexed ``pages`` as RetentionPolicy has it.
+
+        Raises:
+            InputError: it keeps no retention.
+        """
+        if not isinstance(self.policy, RetentionPolicy):
+            raise InputError(f"policy {self.policy.name} cannot retain pages for a time; use policy 'priority'")
+        try:
+            self.policy.retain(pages, priority, duration_s)
+        except Exception as error:
+            raise policy_failed(self.policy, "being asked to retain pages", error) from error
 
     # -- letting go
 
@@ -234,43 +264,24 @@ class PrefixIndex:
 
         Returns:
             How many were freed: less than ``n`` when no more could be.
+
+        Raises:
+            IntegrityError: the policy misbehaved; then nothing was evicted.
         """
         n = min(n, self.evictable_count())
-        victims: list[int] = []
-        try:
-            if n > 0:
-                self._choose(n, victims)
-        finally:
-            names = [(page, self._roots[page], self._keys[page]) for page in victims] if on_evicted is not None else []
-            self._drop(victims)
-            self.counters.evictions += len(victims)
+        victims = self._evictor.take(n) if n > 0 else []
+        names = [(page, self._roots[page], self.keys[page]) for page in victims] if on_evicted is not None else []
+        self._drop(victims)
+        self.counters.evictions += len(victims)
+        self.counters.skipped_live = self._evictor.num_skipped_live
         if on_evicted is not None:
             for name in names:
                 on_evicted(*name)
         return len(victims)
 
-    def _choose(self, n: int, victims: list[int]) -> None:
-        """Take ``n`` leaves that nobody else owns out of the tree, in the policy's order; fewer cannot be."""
-        num_children, num_owners, policy = self.num_children, self.arena.num_owners, self.policy
-        with closing(policy.candidates()) as proposals:
-            for page in proposals:
-                if num_children[page]:
-                    continue
-                if num_owners[page] > 1:
-                    self.counters.skipped_live += 1
-                    continue
-                parent = self._tree.remove_leaf(page)
-                victims.append(page)
-                policy.removed(page)
-                if parent and not num_children[parent]:
-                    policy.became_leaf(parent)
-                if len(victims) == n:
-                    return
-        raise IntegrityError(f"{n} pages could go and policy {policy.name} proposed {len(victims)}; it lost some")
-
     def _drop(self, pages: list[int]) -> None:
         """Forget the keys of pages that left the tree, and let go of them. A root goes with its last page."""
-        maps, key_of, root_of, stamps = self._maps, self._keys, self._roots, self.stamps
+        maps, key_of, root_of, stamps = self._maps, self.keys, self._roots, self.stamps
         for page in pages:
             found = maps[root_of[page]]
             del found[key_of[page]]
@@ -278,6 +289,7 @@ class PrefixIndex:
                 del maps[root_of[page]]
             key_of[page] = root_of[page] = b""
             stamps[page] = 0
+        self._tree.forget(pages)
         self.arena.release(pages)
 
     def clear(self) -> list[int]:
@@ -303,15 +315,16 @@ class PrefixIndex:
         pages = list(self.pages())
         for root, found in self._maps.items():
             for key, page in found.items():
-                if self._keys[page] != key or self._roots[page] != root:
-                    own = self._keys[page].hex()[:16] or "none"
+                if self.keys[page] != key or self._roots[page] != root:
+                    own = self.keys[page].hex()[:16] or "none"
                     raise IntegrityError(f"key {key.hex()[:16]} maps to page {page}, which has key {own}; a page has one key")
-        if (recorded := sum(map(bool, self._keys))) != len(pages):
+        if (recorded := sum(map(bool, self.keys))) != len(pages):
             raise IntegrityError(f"{recorded} pages record a key and the maps name {len(pages)}; they must be the same pages")
         if not all(self._maps.values()):
             raise IntegrityError("a root without pages is kept; its map must go with its last page")
         if loose := [page for page in pages if not self.arena.is_sealed(page) or not self.arena.owners(page)]:
             raise IntegrityError(f"indexed pages {loose[:8]} are not sealed or not owned; the index owns and seals its pages")
         self._tree.check(pages, self.arena.num_owners)
-        if lost := {page for page in pages if self.is_leaf(page)}.difference(self.policy.candidates()):
+        proposed = islice(self.policy.candidates(), PATIENCE * self.num_pages)
+        if lost := {page for page in pages if self.is_leaf(page)}.difference(proposed):
             raise IntegrityError(f"policy {self.policy.name} does not propose leaves {sorted(lost)[:8]}; they could never go")

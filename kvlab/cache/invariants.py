@@ -10,11 +10,14 @@ from kvlab.cache.stream import CacheStream
 from kvlab.errors import IntegrityError
 
 
-def check_pool(arena: PageArena, indexed: Iterable[int], streams: Sequence[CacheStream], page_size: int) -> None:
+def check_pool(
+    arena: PageArena, indexed: Iterable[int], pinned: Sequence[int], streams: Sequence[CacheStream], page_size: int
+) -> None:
     """Check that every page is where it should be.
 
     Args:
         indexed: every page the index owns.
+        pinned: every pinned page, once a pin.
 
     Raises:
         IntegrityError: a rule is broken; the message begins with its number.
@@ -22,7 +25,9 @@ def check_pool(arena: PageArena, indexed: Iterable[int], streams: Sequence[Cache
     free = list(arena.free_pages())
     owned = [p for p in range(arena.num_pages) if arena.owners(p)]
     _check_free(arena, free, owned)
-    _check_owners(arena, list(indexed), streams)
+    indexed = list(indexed)
+    _check_owners(arena, [*indexed, *pinned], streams)
+    _check_pinned(pinned, set(indexed))
     _check_sealed(arena, owned)
     for stream in streams:
         _check_frontier(arena, stream, page_size)
@@ -39,8 +44,13 @@ def _check_free(arena: PageArena, free: Sequence[int], owned: Sequence[int]) -> 
         )
 
 
-def _check_owners(arena: PageArena, indexed: Sequence[int], streams: Sequence[CacheStream]) -> None:
-    named = Counter([SINK, *indexed])
+def _check_pinned(pinned: Sequence[int], indexed: set[int]) -> None:
+    if lost := set(pinned) - indexed:
+        raise IntegrityError(f"I6: pages {sorted(lost)[:20]} are pinned and not cached; a pin ends with the cache")
+
+
+def _check_owners(arena: PageArena, held: Sequence[int], streams: Sequence[CacheStream]) -> None:
+    named = Counter([SINK, *held])
     for stream in streams:
         named.update(stream.page_indices)
         named.update(stream.lease or ())

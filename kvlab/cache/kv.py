@@ -25,6 +25,7 @@ from kvlab.cache.keys import require_page_size
 from kvlab.cache.ledger import MissLedger
 from kvlab.cache.misses import MissLog
 from kvlab.cache.offloading import Offloading
+from kvlab.cache.pins import Pins
 from kvlab.cache.policies.base import EvictionPolicy
 from kvlab.cache.pool import PagePool
 from kvlab.cache.probing import Prober
@@ -70,6 +71,7 @@ class KVResource(PoolVerbs):
         cpu_offload_pages: host pages for requests that make room for others.
         host_tier_pages: host pages for cached pages that were evicted; the store must have as many as both together.
         transport: reads pages of peers, for requests that were begun elsewhere.
+        max_pinned_pages: most pages that ``pins`` may hold; None = half of those usable.
         check_invariants: check the pool after admit, commit, reset and remove; None = the environment's ``KVLAB_CHECK=1``.
         record: told of every event; None = no event is built.
         miss_log: remembers what was cached, so that misses can be explained; None = only the index is asked.
@@ -94,6 +96,7 @@ class KVResource(PoolVerbs):
         cpu_offload_pages: int = 0,
         host_tier_pages: int = 0,
         transport: PageTransport | None = None,
+        max_pinned_pages: int | None = None,
         check_invariants: bool | None = None,
         record: Callable[[events.Event], None] | None = None,
         miss_log: MissLog | None = None,
@@ -120,6 +123,7 @@ class KVResource(PoolVerbs):
             self._pool.tier = HostTier(tier_pages, _copier(store, key), self.counters, record)
         self._windows = Windows(self._pool)
         self._checks = os.environ.get("KVLAB_CHECK") == "1" if check_invariants is None else check_invariants
+        self.pins = Pins(self._pool, self._filing, self._lock, max_pinned_pages)
         if record is not None:
             page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])
             record(events.PoolCreated(key, num_pages, layout.page_size, page_bytes))
@@ -170,6 +174,7 @@ class KVResource(PoolVerbs):
     def reset_prefix_cache(self, reason: str = "asked", base_root: bytes | None = None) -> bool:
         with self._lock:
             self._table.drop_leases()
+            self.pins.unpin_all(reason)
             self.epoch += 1
             self._pool.clear_index(reason, self.epoch)
             if base_root is not None:
@@ -261,7 +266,7 @@ class KVResource(PoolVerbs):
     def check(self) -> None:
         with self._lock:
             indexed = () if self.index is None else self.index.pages()
-            check_pool(self.arena, indexed, self._table.all_streams(), self.page_size)
+            check_pool(self.arena, indexed, self.pins.listed(), self._table.all_streams(), self.page_size)
             if self.index is not None:
                 self.index.check()
 
@@ -274,6 +279,7 @@ class KVResource(PoolVerbs):
             for rid in list(self._table.requests):
                 self._remote.wait(rid)
                 self._table.remove(rid)
+            self.pins.unpin_all("cleanup")
             self._pool.clear_index("cleanup", self.epoch)
 
 

@@ -2,13 +2,13 @@
 
 No hashes, no counts, no heap: an entry is named by the whole tuple of ids up to the end of its page, owners are counted by
 looking at every list that names a page, and the page to evict is found by looking at all of them. It answers the same hits,
-owners, victims and refusals for prompts of one text span, under least recently used eviction. It moves no bytes, does no
-forks, and names no misses.
+owners, victims and refusals for prompts of one text span, under least recently used eviction or one that is told. It moves no
+bytes, does no forks, and names no misses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvlab.cache.naive_pool import NaivePool, NaiveStream
 from kvlab.spec import (
@@ -32,6 +32,7 @@ class NaiveKV(NaivePool):
     Args:
         page_size: slots a page.
         num_pages: pages of the pool, the sink included.
+        choose: says which of the leaves that may go does; None = the least recently used.
 
     >>> kv = NaiveKV(page_size=4, num_pages=8)
     >>> kv.enable_prefix_cache(b"root", {})
@@ -40,8 +41,8 @@ class NaiveKV(NaivePool):
     {'main': Match(slots=0, positions=0)}
     """
 
-    def __init__(self, page_size: int, num_pages: int) -> None:
-        super().__init__(page_size, num_pages)
+    def __init__(self, page_size: int, num_pages: int, choose: Callable[[Sequence[int]], int] | None = None) -> None:
+        super().__init__(page_size, num_pages, choose)
         self.is_open = False
         self.base_root = b""
         self.declared: dict[str, PrefixStream] = {}
@@ -59,6 +60,8 @@ class NaiveKV(NaivePool):
     def reset_prefix_cache(self, reason: str = "asked", base_root: bytes | None = None) -> bool:
         for stream in self.streams.values():
             self._drop_lease(stream)
+        for name in list(self.pins):
+            self.unpin(name)
         dropped = [e.page for entries in self.entries.values() for e in entries.values()]
         self.entries = {}
         self._let_go(dropped)
@@ -69,6 +72,20 @@ class NaiveKV(NaivePool):
             stream.cursor = 0
             stream.root = (self.base_root, *stream.root[1:])
         return True
+
+    def pin(self, name: str, config: RequestConfig, max_pages: int) -> int | None:
+        """Pin the whole pages of a prompt; returns their number, None if that is refused."""
+        pages = []
+        for label, prompt in config.prompts.items():
+            entries = self.entries.get((self.base_root, label, config.salt), {})
+            ends = range(self.page_size, prompt.prompt_slots + 1, self.page_size)
+            if not all(tuple(prompt.ids[:end]) in entries for end in ends):
+                return None
+            pages += [entries[tuple(prompt.ids[:end])].page for end in ends]
+        if name in self.pins or not pages or len({*pages, *(p for pinned in self.pins.values() for p in pinned)}) > max_pages:
+            return None
+        self.pins[name] = pages
+        return len(pages)
 
     def ingest_request(self, rid: RequestId, config: RequestConfig) -> None:
         self.configs.setdefault(rid, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvlab.cache.arena import SINK
@@ -42,17 +42,19 @@ class NaiveStream:
 class NaivePool:
     """The free list, every list that names pages, and the cached entries by whole token tuples."""
 
-    def __init__(self, page_size: int, num_pages: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, num_pages: int, choose: Callable[[Sequence[int]], int] | None = None) -> None:
+        self.page_size, self._choose = page_size, choose
         self.free = list(range(1, num_pages))
         self.clock = 0
         self.streams: dict[StreamKey, NaiveStream] = {}
         self.entries: dict[Root, dict[Ids, NaiveEntry]] = {}
+        self.pins: dict[str, list[int]] = {}
         self.sealed: set[int] = set()  # pages that were cached since they were taken: never to be written again
 
     def owners(self, page: int) -> int:
         """How many lists name ``page``."""
         lists = [[SINK], [e.page for entries in self.entries.values() for e in entries.values()]]
+        lists += self.pins.values()
         lists += [s.pages for s in self.streams.values()] + [s.lease for s in self.streams.values()]
         return sum(listed.count(page) for listed in lists)
 
@@ -61,6 +63,12 @@ class NaivePool:
         freed = [page for page in pages if self.owners(page) == 0]
         self.free += freed
         self.sealed -= set(freed)
+
+    def unpin(self, name: str) -> int | None:
+        """Drop a pin; None if there is none of that name."""
+        pages = self.pins.pop(name, None)
+        self._let_go(pages or [])
+        return None if pages is None else len(pages)
 
     def _drop_lease(self, stream: NaiveStream, keep: int = 0) -> None:
         surplus = stream.lease[keep:]
@@ -89,15 +97,22 @@ class NaivePool:
     # -- cached pages
 
     def evict(self, num_pages: int) -> int:
-        """Drop the least recently used leaf nobody else names, until enough are gone."""
+        """Drop one leaf nobody else names after another, the least recently used or the one chosen, until enough are gone."""
         victims = []
         for _ in range(min(num_pages, len(self._evictable()))):
-            root, ids = min(self._leaves(), key=lambda at: self._age(*at))
+            root, ids = (
+                min(self._leaves(), key=lambda at: self._age(*at)) if self._choose is None else self._chosen(self._choose)
+            )
             victims.append(self.entries[root].pop(ids).page)
             if not self.entries[root]:
                 del self.entries[root]
         self._let_go(victims)
         return len(victims)
+
+    def _chosen(self, choose: Callable[[Sequence[int]], int]) -> tuple[Root, Ids]:
+        """Ask which of the leaves goes; anything else is a KeyError."""
+        leaves = {self.entries[root][ids].page: (root, ids) for root, ids in self._leaves()}
+        return leaves[choose(list(leaves))]
 
     def _age(self, root: Root, ids: Ids) -> tuple[int, int]:
         entry = self.entries[root][ids]

@@ -16,7 +16,7 @@ from kvlab.cache.chain import PrefixChain
 from kvlab.cache.host import HostPages
 from kvlab.cache.index import PrefixIndex
 from kvlab.cache.misses import MissLog
-from kvlab.cache.policies import EvictionPolicy, make_policy
+from kvlab.cache.policies import EvictionPolicy, RetentionPolicy, make_policy
 from kvlab.cache.stream import CacheStream
 from kvlab.cache.tier import HostTier
 from kvlab.errors import IntegrityError
@@ -212,6 +212,7 @@ class PagePool:
         stream.page_indices, stream.lease = lease, None
         stream.hits, stream.converted = len(lease), True
         stream.generation += 1
+        self.retain(stream, lease, 0)
         if self.record is not None:
             self.record(events.LeaseConverted(stream.rid, stream.label, list(lease)))
         self.set_length(stream, len(lease) * self.page_size, "lease")
@@ -222,6 +223,20 @@ class PagePool:
     def is_told(self) -> bool:
         """True when somebody wants to hear of single pages."""
         return self.record is not None or self.miss_log is not None
+
+    @property
+    def keeps_retention(self) -> bool:
+        """True when the policy can be asked to keep pages for a time."""
+        return isinstance(self._policy, RetentionPolicy)
+
+    def retain(self, stream: CacheStream, pages: Sequence[int], position: int) -> None:
+        """Ask for what ``stream`` wants of indexed ``pages``, the first of which lies at ``position``; the last wish counts."""
+        if self.index is None:
+            return
+        for wish in stream.retention:
+            span = wish.pages(self.page_size, position + len(pages))
+            if chosen := pages[max(span.start - position, 0) : max(span.stop - position, 0)]:
+                self.index.retain(chosen, wish.priority, wish.duration_s)
 
     def tell_indexed(self, stream: CacheStream, chain: PrefixChain, page: int, position: int) -> None:
         """A page of ``stream`` entered the index."""

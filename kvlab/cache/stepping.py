@@ -56,8 +56,8 @@ class Stepper:
                 return RequestOffloading(stream.rid)
         for stream, span in rows:
             self._convert(stream)
-            if stream.key in step.retention:
-                self._windows.check(stream, step.retention[stream.key], stream.stored_len + span)
+            if stream.key in step.windows:
+                self._windows.check(stream, step.windows[stream.key], stream.stored_len + span)
         refusal = self._reserve(step, rows, forks)
         if refusal is not None:
             self._counters.refused_admits += 1
@@ -168,8 +168,8 @@ class Stepper:
         self._counters.committed_tokens += span
         if self._pool.record is not None:
             self._pool.record(events.StreamCommitted(stream.rid, stream.label, walk, span, stream.stored_len))
-        if stream.key in step.retention:
-            self._windows.adopt(stream, step.retention[stream.key])
+        if stream.key in step.windows:
+            self._windows.adopt(stream, step.windows[stream.key])
         if not ctx.capture:
             self._filing.after_commit(stream, walk, span)
         self._windows.apply(stream)

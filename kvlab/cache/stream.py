@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvlab.cache.chain import PrefixChain
-from kvlab.spec import PendingRead, RequestId, RetentionPolicy, StreamKey
+from kvlab.spec import PendingRead, RequestId, Retention, RetentionPolicy, StreamKey
 
 
 class RootName(NamedTuple):
@@ -47,7 +47,7 @@ class CacheStream:
     stored_len: int = 0
     released: int = 0  # tokens compacted out of the front by a window
     protected_prefix: int = 0  # tokens that no window releases
-    retention: RetentionPolicy | None = None
+    window: RetentionPolicy | None = None
     chain: PrefixChain | None = None
     chain_end: ChainEnd | None = None
     lease: list[int] | None = None
@@ -65,6 +65,7 @@ class CacheStream:
     host_pages: list[int] = field(default_factory=list)
     host_len: int = 0  # slots stored on them
     reported: bool = False
+    retention: tuple[Retention, ...] = ()  # how long its pages should stay cached
 
     @property
     def key(self) -> StreamKey:
@@ -74,7 +75,7 @@ class CacheStream:
     @property
     def is_windowed(self) -> bool:
         """True once a window was declared: only protected pages are filed then."""
-        return self.retention is not None or self.protected_prefix > 0
+        return self.window is not None or self.protected_prefix > 0
 
     @property
     def is_fresh(self) -> bool:

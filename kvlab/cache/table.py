@@ -40,10 +40,14 @@ class StreamTable:
         """Learn of a request; a second call keeps what exists and seeds streams that have no chain and have not begun.
 
         Raises:
-            InputError: keys cut for another page size; then nothing is kept.
+            InputError: keys cut for another page size, or a retention that the policy cannot keep; then nothing is kept.
         """
         request = self.requests.get(rid)
         if request is None:
+            if config.retention and not self._pool.keeps_retention:
+                raise InputError(
+                    f"request {rid!r} asks to retain pages, which only policy 'priority' can; set policy='priority'"
+                )
             if self._pool.index is not None and config.prefix_cache:
                 for prompt in config.prompts.values():
                     check_fit(prompt, self._pool.page_size)
@@ -68,7 +72,8 @@ class StreamTable:
         if request is None:
             raise InputError(f"request {rid!r} is not known to this KV resource; ingest it first")
         if label not in request.streams:
-            request.streams[label] = CacheStream(rid, label)
+            retention = tuple(wish for wish in request.config.retention if wish.label == label)
+            request.streams[label] = CacheStream(rid, label, retention=retention)
             self.seed(request)
         return request.streams[label]
 
@@ -97,7 +102,7 @@ class StreamTable:
         self._pool.set_length(stream, 0, "reset")
         stream.converted = stream.lease_agreed = stream.step_in_flight = False
         stream.hits = stream.released = stream.protected_prefix = 0
-        stream.retention = stream.recalled_from = stream.peer = None
+        stream.window = stream.recalled_from = stream.peer = None
         stream.read, stream.read_error = None, ""
         stream.chain = stream.chain_end = None
         stream.generation += 1

@@ -78,14 +78,30 @@ class PageTree:
         self._num_pinned += len(pages)
 
     def remove_leaf(self, page: int) -> int:
-        """Take an unpinned leaf out and return its parent, the sink if it had none."""
+        """Take an unpinned leaf out and return its parent, the sink if it had none; ``put_back`` or ``forget`` comes next."""
         parent = self.parents[page]
         self.num_children[parent] -= 1
         self.parents[page], self.num_children[page] = SINK, ABSENT
-        if self._head_positions:
-            self._head_positions.pop(page, None)
         self._size -= 1
         return parent
+
+    def put_back(self, page: int, parent: int) -> None:
+        """Undo ``remove_leaf``, the last removal first."""
+        self.parents[page], self.num_children[page] = parent, 0
+        self.num_children[parent] += 1
+        self._size += 1
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """``pages`` were removed for good."""
+        if self._head_positions:
+            for page in pages:
+                self._head_positions.pop(page, None)
+
+    def withdraw(self, pages: Sequence[int]) -> None:
+        """Undo ``add_run`` of pages that have one owner and no other children."""
+        self.unshared(pages)
+        for page in reversed(pages):
+            self.remove_leaf(page)
 
     def clear(self, pages: Iterable[int]) -> None:
         """Take out every page; ``pages`` are all of them."""

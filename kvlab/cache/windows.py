@@ -39,12 +39,12 @@ class Windows:
 
     def adopt(self, stream: CacheStream, policy: RetentionPolicy) -> None:
         """Take the window that a step declared."""
-        stream.retention, stream.protected_prefix = policy, policy.protected_prefix or stream.protected_prefix
+        stream.window, stream.protected_prefix = policy, policy.protected_prefix or stream.protected_prefix
 
     def apply(self, stream: CacheStream) -> None:
         """Release what the stream's window does not keep."""
-        if stream.retention is not None:
-            excess = stream.stored_len - stream.protected_prefix - stream.retention.context_budget
+        if stream.window is not None:
+            excess = stream.stored_len - stream.protected_prefix - stream.window.context_budget
             self._release(stream, excess)
 
     def protect(self, stream: CacheStream, num_tokens: int) -> None:

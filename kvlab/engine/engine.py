@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any, overload
 
@@ -40,7 +40,16 @@ from kvlab.events import (
     TokensMissed,
 )
 from kvlab.recorder import Recorder
-from kvlab.spec import AllocationFailed, ModelSpec, Prompt, ReadPending, RequestId, Resource, Walk
+from kvlab.spec import (
+    AllocationFailed,
+    ModelSpec,
+    Prompt,
+    ReadPending,
+    RequestConfig,
+    RequestId,
+    Resource,
+    Walk,
+)
 
 logger = logging.getLogger("kvlab.engine")
 
@@ -97,10 +106,12 @@ class Engine:
         self._walks = dict(model.walks())
         self._waiting: list[Run] = []
         self._running: list[Run] = []
+        self._in_flight: dict[RequestId, Run] = {}
         self._rids = itertools.count(1)
         self._gate = Gate(kv, admission or AdmissionOptions(), rounds_left=self._rounds_left, record=recorder)
         kv.guard_grants(self._gate.may_grant)
         self._offloads = Offloads(kv, self._gate, self._running, self._intake.claim, policy=offload_policy)
+        kv.pins.can_spare = self._gate.can_spare
         self._is_short = False  # an admitted request was held in the last round
         self._round, self._in_step = 0, False
         check_declaration(model, self._resources)
@@ -158,6 +169,7 @@ class Engine:
         if run.future.done():
             self._prepare(run)
         self._waiting.append(run)
+        self._in_flight[run.rid] = run
         return run
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[StreamChunk]:
@@ -251,6 +263,28 @@ class Engine:
         """
         return self._handle(self._submit(list(handed.prompt_ids), handed.options, handed))
 
+    def pin(self, prompt: Prompt, *, name: str, salt: str = "", fields: Mapping[str, Any] | None = None) -> int:
+        """Keep the whole pages of ``prompt`` cached under ``name`` until ``unpin``; what is not cached yet is computed.
+
+        Pins survive requests and end with a reset. A chat pins its template's ending too, so pin the ids or the text that
+        others begin with.
+
+        Returns:
+            How many pages they are.
+
+        Raises:
+            InputError: as ``submit``; the name is taken, the prompt fills no page, the pool's ``max_pinned_pages`` would be
+                exceeded, or requests under way were promised the room. Then nothing is pinned.
+        """
+        options: dict[str, Any] = {"max_tokens": 0, "salt": salt, "fields": dict(fields or {})}
+        self.submit(prompt, **options).result()
+        prepared = self.preprocess.prepare(prompt, options["fields"])
+        return self.kv.pins.pin(name, RequestConfig(prepared.configs.get(self.kv.key, {}), salt=salt))
+
+    def unpin(self, name: str) -> int:
+        """Let the pages pinned as ``name`` go when room is needed; returns how many they are."""
+        return self.kv.pins.unpin(name)
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached page. Pages of running requests stay readable and are not offered again."""
         dropped = [resource.reset_prefix_cache("asked") for resource in self._resources]
@@ -325,6 +359,9 @@ class Engine:
                 continue
             ready = list(itertools.takewhile(lambda run: run.prepared, self._waiting))
             place = self._gate.choose([self._intake.claim(run) for run in ready])
+            if place is None and not self._running:
+                self._end(self._waiting[0], "error", self._never_fits(self._waiting[0]))
+                continue
             if place is None:
                 return
             run = self._waiting.pop(place)
@@ -332,8 +369,15 @@ class Engine:
             if self.recorder is not None:
                 self.recorder(RequestStarted(run.rid))
 
+    def _never_fits(self, run: Run) -> InputError:
+        need, supply = self._intake.claim(run).total_pages, self.kv.supply_pages()
+        return InputError(
+            f"request {run.rid} needs up to {need} pages; nothing else runs, {len(self.kv.pins)} pages are pinned, and only "
+            f"{supply} can be had; unpin something or give the pool more pages (num_pages)"
+        )
+
     def _rounds_left(self, rid: RequestId) -> int:
-        run = next((r for r in [*self._running, *self._waiting] if r.rid == rid), None)
+        run = self._in_flight.get(rid)
         if run is None:
             return 0
         return run.tokens_left + (not self._walks[run.walk].loops)
@@ -468,6 +512,7 @@ class Engine:
         if run.result is not None:
             return
         (self._running if run in self._running else self._waiting).remove(run)
+        del self._in_flight[run.rid]
         run.future.cancel()
         self._gate.release(run.rid)
         misses = [miss for resource in self._resources for miss in resource.cached_misses(run.rid)]

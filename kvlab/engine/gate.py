@@ -227,7 +227,7 @@ class Gate:
 
     def outstanding_pages(self) -> int:
         """Pages that admitted requests may still take from the free list."""
-        return sum(self._footprint(claim).owed_pages for claim in self._claims.values())
+        return sum(max(c.total_pages - sum(self._pool.pages_taken(c.rid)), 0) for c in self._claims.values())
 
     def _footprints(self) -> list[Footprint]:
         return [self._footprint(claim) for claim in self._claims.values()]
@@ -255,6 +255,13 @@ class Gate:
         if not is_safe and self._record is not None:
             self._record(GrantRefused(rid, num_pages, free, mine.owed_pages))
         return is_safe
+
+    def can_spare(self, pages: Sequence[int]) -> bool:
+        """True when the admitted requests can still finish if cached ``pages`` cannot be had any more."""
+        supply = self._pool.supply_pages(pages)
+        if self.options.admission == "reserve":
+            return self.outstanding_pages() <= supply
+        return self.options.admission == "none" or can_finish(self._footprints(), supply)
 
     def release(self, rid: RequestId) -> None:
         """The request has ended or gone back to the queue; unknown requests are ignored."""

@@ -1,8 +1,8 @@
 """Requests that are begun in one engine and finished in another, and the ways their pages travel.
 
-    prefill engine   handed = a.hand_over(handle)       the request rests, its pages stay
-    decode engine    other = b.take_over(handed)        reads the pages, then goes on as if it had begun there
-    prefill engine   handle.cancel()                    once ``other`` runs
+prefill engine   handed = a.hand_over(handle)       the request rests, its pages stay
+decode engine    other = b.take_over(handed)        reads the pages, then goes on as if it had begun there
+prefill engine   handle.cancel()                    once ``other`` runs
 """
 
 from __future__ import annotations

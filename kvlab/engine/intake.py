@@ -50,7 +50,7 @@ class Intake:
         tokens = run.request.options.max_tokens - (run.input_tokens - len(run.prompt_ids))
         slots = self._model.slots(run.record, tokens)
         prompt_pages = sum(self._kv.pages_needed(prompt) for prompt, _ in slots.values())
-        window = run.request.options.retention
+        window = run.request.options.window_policy
         if window is not None:
             most = window.most_tokens(self._kv.page_size)
             slots = {label: (prompt, min(end, max(prompt, most))) for label, (prompt, end) in slots.items()}
@@ -80,9 +80,9 @@ class Intake:
                 f"context of {self._model.name} is {context}; shorten the prompt or ask for at most "
                 f"{max(context - prompt_tokens, 0)} tokens"
             )
-        if options.retention is not None and options.retention.protected_prefix > prompt_tokens:
+        if options.window_policy is not None and options.window_policy.protected_prefix > prompt_tokens:
             raise InputError(
-                f"the window protects {options.retention.protected_prefix} tokens and the prompt has {prompt_tokens}; "
+                f"the window protects {options.window_policy.protected_prefix} tokens and the prompt has {prompt_tokens}; "
                 "protect at most the prompt"
             )
         self._check_token_ids(options)
@@ -109,4 +109,5 @@ def _config(prepared: Prepared, resource: Resource, options: RequestOptions) -> 
         salt=options.salt,
         sampling=options.sampling,
         prompt_logprobs=options.sampling.prompt_logprobs,
+        retention=options.retention,
     )

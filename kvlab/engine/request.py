@@ -12,7 +12,7 @@ from typing import Any
 
 from kvlab.engine.sampler import SamplingParams
 from kvlab.errors import InputError
-from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, RetentionPolicy
+from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention, RetentionPolicy
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class RequestOptions:
         ignore_eos: do not stop at the model's own stop ids.
         prefix_cache: False = neither reuse pages nor offer them.
         salt: requests share pages only with requests of the same salt.
+        retention: how long ranges of its pages should stay cached; needs policy "priority".
         deadline_s: end the request with DeadlineError this long after submission.
         deadline_steps: the same, in engine steps; a held step counts.
         window: (context_budget, protected_prefix): once the prompt is computed, KV beyond the first ``protected_prefix`` and
@@ -52,6 +53,7 @@ class RequestOptions:
     ignore_eos: bool = False
     prefix_cache: bool = True
     salt: str = ""
+    retention: tuple[Retention, ...] = ()
     deadline_s: float | None = None
     deadline_steps: int | None = None
     window: tuple[int, int] | None = None
@@ -61,7 +63,7 @@ class RequestOptions:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     @property
-    def retention(self) -> RetentionPolicy | None:
+    def window_policy(self) -> RetentionPolicy | None:
         """The window as the cache takes it."""
         return None if self.window is None else RetentionPolicy(*self.window)
 
@@ -80,6 +82,11 @@ class RequestOptions:
             _check_stop_string(text)
         for token in self.stop_ids:
             _check_whole("an entry of stop_ids", token, 0)
+        for wish in self.retention:
+            if not isinstance(wish, Retention):
+                raise InputError(
+                    f"an entry of retention is {wish!r}; give kvlab.spec.Retention(start, stop, priority, duration_s)"
+                )
         if self.on_token is not None and not callable(self.on_token):
             raise InputError(f"on_token is {self.on_token!r}; give a function of one StreamChunk")
 
@@ -131,14 +138,14 @@ def read_options(options: Mapping[str, Any]) -> RequestOptions:
             raise InputError(f"unknown option {name}{hint}")
     sampling = SamplingParams(**{k: v for k, v in options.items() if k in _SAMPLING_NAMES})
     rest = {k: v for k, v in options.items() if k in _OPTION_NAMES}
-    for name in ("stop", "stop_ids"):
+    for name in ("stop", "stop_ids", "retention"):
         if name in rest:
             rest[name] = _as_tuple(name, rest[name])
     return RequestOptions(**rest, sampling=sampling)
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str | int):
+    if isinstance(value, str | int | Retention):
         return (value,)
     try:
         return tuple(value)
@@ -183,12 +190,10 @@ class MissTable(Sequence[Miss]):
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{html.escape(m.label)}</td><td>{m.start}-{m.stop}</td><td>{m.cause}</td>"
-            f"<td>{html.escape(m.evidence)}</td></tr>"
-            for m in self._rows[:100]
+            f"<tr>{''.join(map(_cell, (m.label, f'{m.start}-{m.stop}', m.cause, m.evidence)))}</tr>" for m in self._rows[:100]
         )
         more = f"<tr><td colspan=4>and {len(self._rows) - 100} more</td></tr>" if len(self._rows) > 100 else ""
-        head = "<tr><th>label</th><th>prompt tokens</th><th>cause</th><th>evidence</th></tr>"
+        head = f"<tr>{''.join(_cell(name, 'th') for name in ('label', 'prompt tokens', 'cause', 'evidence'))}</tr>"
         return f"<table>{head}{rows}{more}</table>"
 
     def to_dicts(self) -> list[dict[str, Any]]:
@@ -196,6 +201,10 @@ class MissTable(Sequence[Miss]):
         return [
             {"label": m.label, "start": m.start, "stop": m.stop, "cause": m.cause, "evidence": m.evidence} for m in self._rows
         ]
+
+
+def _cell(text: str, tag: str = "td") -> str:
+    return f'<{tag} style="text-align:left">{html.escape(text)}</{tag}>'  # notebooks align cells right when not told
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class _Row:
 
     def window(self, walk: Walk) -> RetentionPolicy | None:
         """The window to declare: none of a prompt is released before it is whole, wherever it is cut into chunks."""
-        asked = self.run.request.options.retention
+        asked = self.run.request.options.window_policy
         if asked is None or walk.loops or self.rest is None:
             return asked
         end = self.run.input_tokens - sum(len(ids) for ids in self.rest.ids.values())
@@ -147,7 +147,7 @@ class Stepper:
     def _admit(self, index: int, walk: Walk, rows: list[_Row], outcome: Outcome) -> tuple[Step, StepContext, list[_Row]] | None:
         while rows:
             segments = tuple(s for row in rows for s in row.segments())
-            step = Step(index, walk.node, walk.name, segments, commit=walk.commits, retention=self._retention(walk, rows))
+            step = Step(index, walk.node, walk.name, segments, commit=walk.commits, windows=self._windows(walk, rows))
             ctx = StepContext(frozenset(row.run.rid for row in rows))
             refusal = self._retrieve(walk, rows)
             if refusal is None:
@@ -169,7 +169,7 @@ class Stepper:
             run.handed = None
         return None
 
-    def _retention(self, walk: Walk, rows: list[_Row]) -> dict[StreamKey, RetentionPolicy]:
+    def _windows(self, walk: Walk, rows: list[_Row]) -> dict[StreamKey, RetentionPolicy]:
         """Windows that begin or go on with this step."""
         windows = ((row, row.window(walk)) for row in rows if row.run.request.options.window is not None)
         return {(s.rid, s.label): window for row, window in windows if window is not None for s in row.segments()}

@@ -47,7 +47,7 @@ class TextStream:
             self._whole += after[len(before) :]
             self._begin, self._read = self._read, len(self._ids)
         elif len(after) <= len(before) and len(self._ids) - self._read > MAX_TEXTLESS:
-            self._begin = self._read = len(self._ids)  # audio tokens, say: decoding them again and again would cost more each time
+            self._begin = self._read = len(self._ids)  # audio tokens, say: decoding them again would cost more each time
         self._find_stop()
         return self._release(len(self._whole) if self.stopped else self._certain())
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvlab.errors import InputError
+from kvlab.lab.results import Spectrogram, Wave
 
 FULL_SCALE = 32767  # of 16-bit samples
 _NEIGHBOURS = 64  # steps to either side that a step is held against
 _QUIET = 8 / FULL_SCALE  # steps below this are not heard as clicks
+_WINDOW = 1024  # samples of a spectrum
+FLOOR_DB = -90
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,21 @@ def compare_samples(first: ArrayLike, second: ArrayLike) -> SampleDrift:
     SampleDrift(num_samples=3, equal_samples=3, max_abs=0.0, rms=0.0, snr_db=None, extra_samples=1)
     """
     a, b = full_scale(first), full_scale(second)
-    num = min(len(a), len(b))
-    difference, extra = a[:num] - b[:num], abs(len(a) - len(b))
+    apart, extra = difference(a, b), abs(len(a) - len(b))
+    num = len(apart)
     if num == 0:
         return SampleDrift(0, 0, 0.0, 0.0, None, extra)
-    noise, signal = float(np.mean(difference**2)), float(np.mean(a[:num] ** 2))
+    noise, signal = float(np.mean(apart**2)), float(np.mean(a[:num] ** 2))
     snr_db = 10 * float(np.log10(signal / noise)) if noise and signal else None
-    equal = int(np.count_nonzero(difference == 0))
-    return SampleDrift(num, equal, float(np.abs(difference).max()), noise**0.5, snr_db, extra)
+    equal = int(np.count_nonzero(apart == 0))
+    return SampleDrift(num, equal, float(np.abs(apart).max()), noise**0.5, snr_db, extra)
+
+
+def difference(first: ArrayLike, second: ArrayLike) -> NDArray[np.float64]:
+    """Return ``second`` minus ``first`` over the samples both have, in shares of full scale."""
+    a, b = full_scale(first), full_scale(second)
+    num = min(len(a), len(b))
+    return b[:num] - a[:num]
 
 
 def compare_speech(first: Any, second: Any, *, noise_pair: tuple[ArrayLike, ArrayLike] | None = None) -> SpeechDrift:
@@ -132,6 +143,45 @@ def find_clicks(samples: ArrayLike, *, ratio: float = 4.0) -> list[int]:
     before, after = largest[: len(steps)], largest[_NEIGHBOURS + 1 :]
     is_click = steps > ratio * np.maximum(np.maximum(before, after), _QUIET)
     return [int(i) + 1 for i in np.flatnonzero(is_click)]
+
+
+# -- what a signal looks like ------------------------------------------------------------------------------------------
+
+
+def envelope(samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 120, drawn_gain: float = 1.0) -> Wave:
+    """Return the envelope of a signal; a shorter one has a column a sample.
+
+    >>> wave = envelope([0.5, -0.25, 0.0, 0.125], 2, "four", columns=2)
+    >>> wave, wave.lows, wave.highs
+    (Wave(four: 2.00 s, peak 0.5, rms 0.29), (-0.25, 0.0), (0.5, 0.125))
+    """
+    x = full_scale(samples)
+    parts = np.array_split(x, min(columns, len(x))) if len(x) else []
+    lows, highs = (tuple(round(float(pick(part)), 4) for part in parts) for pick in (np.min, np.max))
+    rms = round(float(np.mean(x**2)) ** 0.5, 6) if len(x) else 0.0
+    return Wave(name, len(x) / sample_rate, lows, highs, rms, drawn_gain)
+
+
+def spectrogram(
+    samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 60, bands: int = 24, max_hz: float = 8000.0
+) -> Spectrogram:
+    """Return the power of a signal in equal bands up to ``max_hz``; a full-scale tone is 0 dB, silence ``FLOOR_DB``.
+
+    Raises:
+        InputError: more bands than frequencies can be told apart below ``max_hz``.
+    """
+    x = full_scale(samples)
+    edges = np.linspace(0, max_hz / sample_rate * _WINDOW, bands + 1).round().astype(int)
+    if (np.diff(edges) < 1).any() or edges[-1] > _WINDOW // 2:
+        raise InputError(f"{bands} bands up to {max_hz:g} Hz cannot be told apart at {sample_rate} samples a second")
+    window = np.hanning(_WINDOW)
+    starts = np.linspace(0, len(x), columns, endpoint=False).astype(int)
+    padded = np.pad(x, (_WINDOW // 2, _WINDOW // 2))
+    cut = np.stack([padded[start : start + _WINDOW] for start in starts])  # [columns, window]
+    power = np.abs(np.fft.rfft(cut * window)) ** 2 * (2 / window.sum()) ** 2  # [columns, frequencies]
+    summed = np.stack([power[:, a:b].sum(axis=1) for a, b in pairwise(edges)])  # [bands, columns]
+    levels = np.maximum(10 * np.log10(np.maximum(summed, 1e-12)), FLOOR_DB).round().astype(int)
+    return Spectrogram(name, len(x) / sample_rate, max_hz, tuple(map(tuple, levels.tolist())))
 
 
 def full_scale(samples: ArrayLike) -> NDArray[np.float64]:

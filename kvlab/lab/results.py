@@ -105,6 +105,75 @@ class PageSizeRow:
     ttft_ms: float | None = None
 
 
+@dataclass(frozen=True)
+class SharedPrompt:
+    """How much of the prompt for one sentence in one voice was cached after those before it."""
+
+    voice: str
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    page_size: int
+
+
+@dataclass(frozen=True)
+class DriftRow:
+    """Two utterances of one sentence; shares of full scale, and beside them those that the codec's noise alone makes.
+
+    ``cached_tokens`` of the ``prompt_tokens`` were cached for the second. ``first_frame``: the first one that differs, or where
+    the shorter utterance ends; None when all are equal. ``logprob_drift``: the largest difference of log-probabilities up to
+    the first token that differs.
+    """
+
+    name: str
+    prompt_tokens: int
+    cached_tokens: int
+    num_frames: int
+    first_frame: int | None
+    logprob_drift: float
+    max_abs: float
+    rms: float
+    floor_max_abs: float
+    floor_rms: float
+
+
+@dataclass(frozen=True, repr=False)
+class Wave:
+    """The envelope of a signal: least and greatest value in each of equally long columns, in shares of full scale.
+
+    ``drawn_gain``: how much larger it is to be drawn; the numbers stay as they are.
+    """
+
+    name: str
+    duration_s: float
+    lows: tuple[float, ...]
+    highs: tuple[float, ...]
+    rms: float
+    drawn_gain: float = 1.0
+
+    @property
+    def peak(self) -> float:
+        """The greatest distance from zero."""
+        return max((abs(v) for v in (*self.lows, *self.highs)), default=0.0)
+
+    def __repr__(self) -> str:
+        return f"Wave({_short(self.name, 40)}: {self.duration_s:.2f} s, peak {self.peak:.2g}, rms {self.rms:.2g})"
+
+
+@dataclass(frozen=True, repr=False)
+class Spectrogram:
+    """Power by time and pitch: ``levels_db[band][column]``, whole decibels of full scale, bands equally wide from 0 up."""
+
+    name: str
+    duration_s: float
+    max_hz: float
+    levels_db: tuple[tuple[int, ...], ...]
+
+    def __repr__(self) -> str:
+        bands = len(self.levels_db)
+        return f"Spectrogram({_short(self.name, 40)}: {self.duration_s:.2f} s, {bands} bands up to {self.max_hz:g} Hz)"
+
+
 @dataclass(frozen=True, repr=False)
 class Table:
     """Columns and rows that print as one line, show as HTML, and turn into dicts or a data frame.
@@ -137,7 +206,11 @@ class Table:
 
     def _repr_html_(self) -> str:
         columns = slice(MAX_COLUMNS_SHOWN)
-        head = "".join(f'<th scope="col">{_escape(c)}</th>' for c in self.columns[columns])
+        sides = [_side(*(row[i] for row in self.rows[:MAX_ROWS_SHOWN])) for i in range(len(self.columns))]
+        head = "".join(
+            f'<th scope="col" style="text-align:{side}">{_escape(c)}</th>'
+            for c, side in zip(self.columns[columns], sides, strict=False)
+        )
         body = "".join(f"<tr>{''.join(map(_cell, row[columns]))}</tr>" for row in self.rows[:MAX_ROWS_SHOWN])
         for total, most, what in ((len(self.rows), MAX_ROWS_SHOWN, "rows"), (len(self.columns), MAX_COLUMNS_SHOWN, "columns")):
             if total > most:
@@ -202,5 +275,10 @@ def _escape(text: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    align = ' style="text-align:right"' if isinstance(value, int | float) and not isinstance(value, bool) else ""
-    return f"<td{align}>{html.escape(show_value(value))}</td>"
+    return f'<td style="text-align:{_side(value)}">{html.escape(show_value(value))}</td>'
+
+
+def _side(*values: Any) -> str:
+    """Numbers align right, everything else left; said for each cell, since notebooks align all of them right."""
+    given = [value for value in values if value is not None]
+    return "right" if all(isinstance(v, int | float) and not isinstance(v, bool) for v in given) else "left"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from kvlab.attention.base import AttentionBackend
 
-#: oneDNN's float32 product on ordinary weights; faster than the BLAS behind F.linear for all but a single row, and on more
-#: than one thread for few rows. It records no gradient.
+#: oneDNN's float32 product on ordinary weights; faster than the BLAS behind F.linear for all but a single row, which is as fast
+#: as memory there, on one thread that waits for no other. It records no gradient.
 _ONEDNN_LINEAR = (
     torch.ops.mkldnn._linear_pointwise
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -27,17 +27,17 @@ class Linear(nn.Linear):
     def store_by_input(self) -> None:
         """Give the weight new memory, laid out so that the values of one input are neighbours, where that is faster.
 
-        Shape and meaning of ``weight`` stay [out, in]. A single token then streams through a wide weight at memory speed.
+        Shape and meaning of ``weight`` stay [out, in]. A single token then streams through it at memory speed, and few tokens
+        need less of it rearranged.
         """
         weight = self.weight
-        if _is_fast(weight) and self.out_features > self.in_features:
+        if _is_fast(weight):
             by_input = torch.empty(self.in_features, self.out_features, dtype=weight.dtype, device=weight.device)
             self.weight = nn.Parameter(by_input.t(), requires_grad=weight.requires_grad)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        many = x.shape[0] > 1 or weight.is_contiguous()
-        if _ONEDNN_LINEAR is not None and many and _is_fast(weight) and _is_fast(x) and not torch.is_grad_enabled():
+        if _ONEDNN_LINEAR is not None and x.shape[0] > 1 and _is_fast(weight) and _is_fast(x) and not torch.is_grad_enabled():
             out: Tensor = _ONEDNN_LINEAR(x, weight, self.bias, "none", [], "")
             return out
         return F.linear(x, weight, self.bias)

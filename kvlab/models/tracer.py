@@ -157,12 +157,15 @@ class TracerModel(TextSchedule):
         """Return what greedy decoding adds to ``ids``, computed without pages and cut after a stop id."""
         known = list(ids)
         for _ in range(num_tokens):
-            slots = _slot_bytes(self.digests(known), known)
-            seen = torch.tensor([_int64(hashlib.blake2b(slots, digest_size=8))])
-            known.append(int(self.logits(seen).argmax()))
+            known.append(int(self.next_logits(known).argmax()))
             if known[-1] in self.processor.stop_ids:
                 break
         return known[len(ids) :]
+
+    def next_logits(self, ids: Sequence[int]) -> Tensor:
+        """Return the logits [vocab_size] after ``ids``, computed without pages."""
+        slots = _slot_bytes(self.digests(ids), ids)
+        return self.logits(torch.tensor([_int64(hashlib.blake2b(slots, digest_size=8))]))[0]
 
     def check_pages(
         self, store: KVStore, pages: Sequence[int], ids: Sequence[int], positions: Sequence[int] | None = None

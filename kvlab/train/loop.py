@@ -50,7 +50,8 @@ def train(task: Task, path: Path, *, num_steps: int, seed: int = 0, save_every_s
     Changes:
         The task, and ``path``, which holds the state of the last step at the end.
     """
-    step, means = resume(task, path), {}
+    step = resume(task, path)
+    means: dict[str, float] = {}
     saved_s = reported_s = time.monotonic()
     while step < num_steps:
         torch.manual_seed(seed * 1_000_003 + step)

@@ -6,7 +6,7 @@ the same numbers.
 
 from __future__ import annotations
 
-from kvlab.viz.audio import audio_player
+from kvlab.viz.audio import audio_player, spectrograms, spectrograms_panel, waveforms, waveforms_panel
 from kvlab.viz.display import as_figure, mimebundle
 from kvlab.viz.explore import explore
 from kvlab.viz.hits import (
@@ -26,6 +26,15 @@ from kvlab.viz.hits import (
 )
 from kvlab.viz.pages import page_map, page_map_panel, page_table, page_timeline, page_timeline_panel
 from kvlab.viz.player import step_player
+from kvlab.viz.speech import (
+    sharing_map,
+    sharing_map_panel,
+    speech_drift,
+    speech_drift_panel,
+    speech_drift_table,
+    token_grid,
+    token_grid_panel,
+)
 from kvlab.viz.static import as_svg
 from kvlab.viz.tree import prefix_tree, prefix_tree_panel
 
@@ -37,6 +46,11 @@ __all__ = [
     "ttft_vs_cached",
     "page_size_study",
     "misses",
+    "waveforms",
+    "spectrograms",
+    "token_grid",
+    "speech_drift",
+    "sharing_map",
     "page_map_panel",
     "page_timeline_panel",
     "prefix_tree_panel",
@@ -44,12 +58,18 @@ __all__ = [
     "ttft_panel",
     "page_size_panel",
     "misses_panel",
+    "waveforms_panel",
+    "spectrograms_panel",
+    "token_grid_panel",
+    "speech_drift_panel",
+    "sharing_map_panel",
     "page_table",
     "ladder_table",
     "ttft_table",
     "page_size_table",
     "miss_table",
     "request_table",
+    "speech_drift_table",
     "as_figure",
     "as_svg",
     "mimebundle",

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import html
 import json
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from kvlab.errors import missing_extra
 from kvlab.lab.results import RequestRow, printable
-from kvlab.viz.marks import Axis, Line, Mark, Panel, Points, Rects, cut
+from kvlab.viz.marks import Axis, Heat, Line, Mark, Panel, Points, Rects, cut
 from kvlab.viz.static import SUBTITLE_WIDTH, TITLE_WIDTH, as_svg, wrap
-from kvlab.viz.theme import DARK_OUTLINE, INK, SOFT_INK, Style, plotly_template
+from kvlab.viz.theme import DARK_OUTLINE, HEAT, INK, SOFT_INK, Style, plotly_template
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
+MANY_NUMBERS = 100
 _SYMBOLS = {"circle": "circle", "square": "square", "diamond": "diamond", "triangle": "triangle-down"}
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
@@ -158,6 +162,8 @@ def _add_mark(mark: Mark, traces: list[dict[str, Any]], annotations: list[dict[s
         annotations += _line_label(mark)
     elif isinstance(mark, Points):
         traces.append(_points_trace(mark))
+    elif isinstance(mark, Heat):
+        traces.append(_heat_trace(mark))
     else:
         annotations.append(_annotation(mark.x, mark.y, mark.text, _ANCHORS[mark.anchor]))
 
@@ -168,19 +174,28 @@ def _rects_trace(mark: Rects) -> dict[str, Any]:
     return {
         "type": "bar",
         "x": [(r.x0 + r.x1) / 2 for r in rects],
-        "width": [r.x1 - r.x0 for r in rects],
+        "width": _one_or_all([round(r.x1 - r.x0, 6) for r in rects]),
         "base": [r.y0 for r in rects],
         "y": [r.y1 - r.y0 for r in rects],
         "text": [_words(r.text) for r in rects],
         "textposition": "inside",
         "insidetextanchor": "middle",
         "textangle": 0,
-        "textfont": {"color": [r.style.ink for r in rects], "size": 12, "shadow": [_rim(r.style) for r in rects]},
-        "hovertext": [_words(cut(r.note, 300)) for r in rects],
+        "textfont": {
+            "color": _one_or_all([r.style.ink for r in rects]),
+            "size": 12,
+            "shadow": _one_or_all([_rim(r.style) for r in rects]),
+        },
+        "hovertext": _one_or_all([_words(cut(r.note, 300)) for r in rects]),
         "hovertemplate": "%{hovertext}<extra></extra>",
         "marker": _bar_marker([r.style for r in rects]),
         "showlegend": False,
     }
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    """What is the same for all is said once: a map of pages would be a third larger."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 def _rim(style: Style) -> str:
@@ -190,13 +205,18 @@ def _rim(style: Style) -> str:
 
 def _bar_marker(styles: Sequence[Style]) -> dict[str, Any]:
     marker: dict[str, Any] = {
-        "color": [s.fill for s in styles],
-        "line": {"color": [s.outline or s.fill for s in styles], "width": [s.outline_px if s.outline else 0 for s in styles]},
+        "color": _one_or_all([s.fill for s in styles]),
+        "line": {
+            "color": _one_or_all([s.outline or s.fill for s in styles]),
+            "width": _one_or_all([s.outline_px if s.outline else 0 for s in styles]),
+        },
     }
     if any(s.hatch for s in styles):
-        shapes = [s.hatch for s in styles]
-        marker["pattern"] = {"shape": shapes, "fgcolor": [s.ink for s in styles], "fgopacity": 0.4, "size": 7, "solidity": 0.2}
-        marker["pattern"]["fillmode"] = "overlay"
+        marker["pattern"] = {
+            "shape": _one_or_all([s.hatch for s in styles]),
+            "fgcolor": _one_or_all([s.ink for s in styles]),
+            "fgopacity": 0.4, "size": 7, "solidity": 0.2, "fillmode": "overlay",
+        }  # fmt: skip
     return marker
 
 
@@ -215,10 +235,25 @@ def _legend_trace(style: Style) -> dict[str, Any]:
 
 def _line_trace(mark: Line) -> dict[str, Any]:
     return {
-        "type": "scatter", "mode": "lines", "x": list(mark.xs), "y": list(mark.ys), "name": _words(mark.label),
+        "type": "scatter", "mode": "lines", "x": _numbers(mark.xs), "y": _numbers(mark.ys), "name": _words(mark.label),
         "line": {"color": mark.colour, "dash": mark.dash, "width": mark.width_px},
         "hoverinfo": "skip", "showlegend": False,
     }  # fmt: skip
+
+
+def _numbers(values: Sequence[float | None]) -> Any:
+    """Many numbers as bytes: a notebook writes each number of a list on a line of its own."""
+    whole = [value for value in values if value is not None]
+    return _packed("f", whole) if len(whole) == len(values) > MANY_NUMBERS else list(values)
+
+
+def _packed(code: str, values: Sequence[float], num_rows: int = 0) -> dict[str, Any]:
+    """Return numbers as plotly's typed arrays; ``code`` is that of the array module, of signed bytes or of 32-bit floats."""
+    numbers = array(code, values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    packed = {"dtype": {"b": "i1", "f": "f4"}[code], "bdata": base64.b64encode(numbers.tobytes()).decode()}
+    return packed | ({"shape": f"{num_rows}, {len(values) // num_rows}"} if num_rows else {})
 
 
 def _line_label(mark: Line) -> list[dict[str, Any]]:
@@ -255,3 +290,13 @@ def _points_trace(mark: Points) -> dict[str, Any]:
     if mark.texts:
         trace |= {"text": [_words(t) for t in mark.texts], "textposition": "top center"}
     return trace
+
+
+def _heat_trace(mark: Heat) -> dict[str, Any]:
+    dx, dy = (mark.x1 - mark.x0) / len(mark.levels[0]), (mark.y1 - mark.y0) / len(mark.levels)
+    return {
+        "type": "heatmap", "z": _packed("b", [level for row in mark.levels for level in row], len(mark.levels)),
+        "x0": mark.x0 + dx / 2, "dx": dx, "y0": mark.y0 + dy / 2, "dy": dy,
+        "zmin": 0, "zmax": len(HEAT) - 1, "colorscale": [[i / (len(HEAT) - 1), colour] for i, colour in enumerate(HEAT)],
+        "showscale": False, "hoverinfo": "skip",
+    }  # fmt: skip

@@ -32,9 +32,9 @@ def page_size_study(rows: Sequence[PageSizeRow]) -> Any:
     return as_figure(page_size_panel(rows))
 
 
-def misses(rows: Sequence[RequestRow]) -> Any:
+def misses(rows: Sequence[RequestRow], title: str = "") -> Any:
     """Draw the prompt of each request: what was served, and why the rest was computed, as a plotly figure."""
-    return as_figure(misses_panel(rows))
+    return as_figure(misses_panel(rows, title))
 
 
 def _need(rows: Sequence[Any], what: str) -> None:
@@ -232,8 +232,8 @@ def page_size_table(rows: Sequence[PageSizeRow]) -> Table:
 # -- misses ------------------------------------------------------------------------------------------------------------
 
 
-def misses_panel(rows: Sequence[RequestRow]) -> Panel:
-    """Return the figure of ``misses`` as a panel."""
+def misses_panel(rows: Sequence[RequestRow], title: str = "") -> Panel:
+    """Return the figure of ``misses`` as a panel; ``title`` is the finding, where it is not the hit and its commonest miss."""
     _need(rows, "RequestRow")
     shown = rows[:MAX_BARS]
     bars = tuple(rect for i, row in enumerate(shown) for rect in _prompt_bars(i, row))
@@ -243,7 +243,7 @@ def misses_panel(rows: Sequence[RequestRow]) -> Panel:
     parts += [f"{len(rows) - len(shown)} requests not drawn"] if len(rows) > len(shown) else []
     parts += [f"{count(hidden, 'range')} not drawn"] if hidden else []
     return Panel(
-        title=_misses_title(rows),
+        title=title or _misses_title(rows),
         subtitle="; ".join(parts),
         x=linear_axis("tokens of the prompt", [row.prompt_tokens for row in shown], room=0.02),
         y=named_axis("", [cut(row.name, 34) for row in shown], flipped=True),

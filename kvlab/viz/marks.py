@@ -82,7 +82,18 @@ class Label:
     anchor: str = "start"
 
 
-Mark = Rects | Line | Points | Label
+@dataclass(frozen=True)
+class Heat:
+    """A grid of magnitudes over [x0, x1) and [y0, y1): ``levels[row][column]``, row 0 at ``y0``, are indices of theme.HEAT."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+    levels: tuple[tuple[int, ...], ...]
+
+
+Mark = Rects | Line | Points | Label | Heat
 
 
 @dataclass(frozen=True)

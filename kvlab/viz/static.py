@@ -10,10 +10,11 @@ import hashlib
 import html
 import textwrap
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvlab.lab.results import printable
-from kvlab.viz.marks import Axis, Label, Line, Mark, Panel, Points, Rect, Rects, cut
-from kvlab.viz.theme import DARK_OUTLINE, FONT, GRID, INK, NO_FILL, PAPER, SOFT_INK, Style
+from kvlab.viz.marks import Axis, Heat, Label, Line, Mark, Panel, Points, Rect, Rects, cut
+from kvlab.viz.theme import DARK_OUTLINE, FONT, GRID, HEAT, INK, NO_FILL, PAPER, SOFT_INK, Style
 
 _DASHES = {"solid": "", "dash": ' stroke-dasharray="7 5"', "dot": ' stroke-dasharray="2 4"'}
 _HATCHES = {
@@ -152,11 +153,13 @@ def _axes(frame: _Frame) -> str:
 
 def _mark(frame: _Frame, mark: Mark) -> str:
     if isinstance(mark, Rects):
-        return "".join(_rect(frame, rect) for rect in mark.rects)
+        return f'<g text-anchor="middle">{"".join(_rect(frame, rect) for rect in mark.rects)}</g>'
     if isinstance(mark, Line):
         return _line(frame, mark)
     if isinstance(mark, Points):
         return _points(frame, mark)
+    if isinstance(mark, Heat):
+        return _heat(frame, mark)
     return _label(frame, mark)
 
 
@@ -164,7 +167,8 @@ def _rect(frame: _Frame, rect: Rect) -> str:
     x0, x1 = sorted((frame.x(rect.x0), frame.x(rect.x1)))
     y0, y1 = sorted((frame.y(rect.y0), frame.y(rect.y1)))
     note = f"<title>{_escape(cut(rect.note, 300))}</title>" if rect.note else ""
-    return f"<g>{note}{_box(x0, y0, x1 - x0, y1 - y0, rect.style)}{_rect_text(rect, x0, x1, y0, y1)}</g>"
+    drawn = f"{_box(x0, y0, x1 - x0, y1 - y0, rect.style)}{_rect_text(rect, x0, x1, y0, y1)}"
+    return f"<g>{note}{drawn}</g>" if note else drawn
 
 
 def _rect_text(rect: Rect, x0: float, x1: float, y0: float, y1: float) -> str:
@@ -174,7 +178,7 @@ def _rect_text(rect: Rect, x0: float, x1: float, y0: float, y1: float) -> str:
     size = min(12.0, (y1 - y0) * 0.8, (x1 - x0 - 3) / (len(rect.text) * (_CHARACTER + 0.06)))
     if size < 6:
         return ""
-    place = f'x="{_n((x0 + x1) / 2)}" y="{_n((y0 + y1) / 2 + size * 0.36)}" text-anchor="middle"'
+    place = f'x="{_n((x0 + x1) / 2)}" y="{_n((y0 + y1) / 2 + size * 0.36)}"'
     # on a hatch, letters stand on a rim of the fill
     rim = (
         f' stroke="{rect.style.fill}" stroke-width="4" stroke-linejoin="round" paint-order="stroke"' if rect.style.hatch else ""
@@ -218,6 +222,22 @@ def _points(frame: _Frame, mark: Points) -> str:
             place = f'x="{_n(frame.x(x))}" y="{_n(frame.y(y) - 10)}" text-anchor="middle"'
             parts.append(f'<text {place} font-size="11" class="kv-ink" fill="{INK}">{_escape(mark.texts[i])}</text>')
     return "".join(parts)
+
+
+def _heat(frame: _Frame, mark: Heat) -> str:
+    """One path a level on a grid of whole numbers, equal neighbours in a row as one stroke: a tenth of a rectangle a cell."""
+    paths: dict[int, list[str]] = {}
+    for index, row in enumerate(mark.levels):
+        start = 0
+        for level, cells in groupby(row):
+            length = len(list(cells))
+            paths.setdefault(level, []).append(f"M{start} {index}h{length}")
+            start += length
+    x, y = frame.x(mark.x0), frame.y(mark.y0)
+    dx, dy = (frame.x(mark.x1) - x) / len(mark.levels[0]), (frame.y(mark.y1) - y) / len(mark.levels)
+    drawn = (f'<path d="{"".join(parts)}" stroke="{HEAT[level]}"/>' for level, parts in sorted(paths.items()))
+    place = f"translate({_n(x)} {_n(y + dy / 2)}) scale({dx:.4f} {dy:.4f})"
+    return f'<g shape-rendering="crispEdges" transform="{place}">{"".join(drawn)}</g>'
 
 
 def _symbol(symbol: str, x: float, y: float) -> str:

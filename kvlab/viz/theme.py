@@ -10,6 +10,9 @@ INK, SOFT_INK, GRID, PAPER = "#1f2430", "#5b6270", "#e3e6eb", "#ffffff"
 FREE_OUTLINE, DARK_OUTLINE, NO_FILL, PALE = "#c3c8d0", "#1f2430", "#f7f8fa", "#d7dbe2"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
+#: Magnitudes from low to high: cividis, which reads without colour too.
+HEAT = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838")
+
 
 @dataclass(frozen=True)
 class Style:

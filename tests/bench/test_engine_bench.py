@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from kvlab.bench.engine import EngineBench, Sizes, added_by_load, run
+from kvlab.bench.engine import EngineBench, Sizes, load_row, run
 from kvlab.events import RequestFinished
 from tests.tiny_checkpoints import write_folder
 
@@ -121,9 +121,10 @@ def test_a_decode_rate_counts_the_tokens_after_the_first_ones(bench: EngineBench
     assert (ours.ours, ours.reference) == (1.0, 3.0)
 
 
-def test_loading_adds_at_least_weights_and_pool(folder: Path) -> None:
-    pages = 2048
-    added, needed = added_by_load(folder, pages)
-    page_bytes = 2 * 2 * 16 * 2 * 8 * 4  # layers, K and V, slots, KV heads, head_dim, float32
-    assert needed > pages * page_bytes
-    assert added >= 0.9 * pages * page_bytes
+def test_loading_adds_the_weights_and_every_page_of_the_pool(folder: Path) -> None:
+    pages = 4096
+    row = load_row(folder, pages)
+    pool_mib = pages * 2 * 2 * 16 * 2 * 8 * 4 / 2**20  # layers, K and V, slots, KV heads, head_dim, float32
+    assert row.reference is not None
+    assert row.reference > pool_mib
+    assert row.ours >= 0.95 * pool_mib

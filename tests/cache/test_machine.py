@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,13 +17,19 @@ from kvlab.cache.keys import chain_ids
 from kvlab.cache.kv import KVResource
 from kvlab.cache.misses import MissLog
 from kvlab.cache.naive import NaiveKV
+from kvlab.cache.policies import POLICIES
+from kvlab.cache.policies.belady import Belady
+from kvlab.cache.policies.priority import Priority
 from kvlab.cache.roots import stream_root
+from kvlab.errors import InputError
+from kvlab.events import PageEvicted
 from kvlab.pool_state import PoolState
 from kvlab.recorder import Recorder
-from kvlab.spec import MISS_CAUSES, KVLayout, Match, RequestConfig, WalkInputs
+from kvlab.spec import MISS_CAUSES, KVLayout, Match, RequestConfig, Retention, WalkInputs
 
 PAGE = 4
 NUM_PAGES = 24
+MAX_PINNED = 5
 RIDS = st.integers(0, 5)
 TRUNK = [1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4]
 PROMPTS = st.builds(
@@ -64,10 +73,7 @@ class Lifecycle(RuleBasedStateMachine):
         super().__init__()
         self.replayed = PoolState()
         self.recorder = Recorder(clock=lambda: 0.0, max_events=None)
-        self.kv = KVResource(
-            KVLayout(1, 1, 8, PAGE), NUM_PAGES, record=self.record, miss_log=MissLog(NUM_PAGES), check_invariants=True
-        )
-        self.naive = NaiveKV(PAGE, NUM_PAGES)
+        self.victims: deque[int] = deque()  # pages the real one evicted and the naive one has not
         self.truths: dict[int, Truth] = {}
         self.store: dict[tuple[int, int], int] = {}  # (page, slot) -> digest
         self.weights = 0
@@ -78,6 +84,12 @@ class Lifecycle(RuleBasedStateMachine):
     def record(self, event) -> None:
         self.recorder(event)
         self.replayed.apply(event)
+        if isinstance(event, PageEvicted):
+            self.victims.append(event.page)
+
+    def choose(self, leaves: Sequence[int]) -> int:
+        """Other policies than lru have twins of their own; here it is asked only that what went was a leaf that might go."""
+        return self.victims.popleft()
 
     def both(self, verb: str, *args):
         """Call ``verb`` on the real and on the naive one; their answers must be equal."""
@@ -95,8 +107,15 @@ class Lifecycle(RuleBasedStateMachine):
 
     # -- the cache as a whole
 
-    @initialize(is_gated=st.booleans())
-    def open(self, is_gated: bool) -> None:
+    @initialize(is_gated=st.booleans(), policy=st.sampled_from(["lru", *sorted(POLICIES)]))
+    def open(self, is_gated: bool, policy: str) -> None:
+        self.policy = policy
+        made = {"belady": lambda: Belady([]), "priority": lambda: Priority(clock=lambda: float(self.num_steps))}
+        self.kv = KVResource(
+            KVLayout(1, 1, 8, PAGE), NUM_PAGES, record=self.record, miss_log=MissLog(NUM_PAGES), max_pinned_pages=MAX_PINNED,
+            policy=made[policy]() if policy in made else policy, check_invariants=True,
+        )  # fmt: skip
+        self.naive = NaiveKV(PAGE, NUM_PAGES, None if policy == "lru" else self.choose)
         self.walks = TEXT if is_gated else {}
         self.both("enable_prefix_cache", b"root 0", self.walks)
 
@@ -128,6 +147,25 @@ class Lifecycle(RuleBasedStateMachine):
     def evict(self, num_pages: int) -> None:
         self.both("evict", num_pages)
 
+    @rule(rid=RIDS, name=st.sampled_from("pq"))
+    def pin(self, rid: int, name: str) -> None:
+        if rid in self.truths:
+            config = self.truths[rid].config
+            try:
+                pinned = self.kv.pins.pin(name, config)
+            except InputError:
+                pinned = None
+            assert pinned == self.naive.pin(name, config, MAX_PINNED)
+
+    @rule(name=st.sampled_from("pq"))
+    def unpin(self, name: str) -> None:
+        unpinned = self.naive.unpin(name)
+        if unpinned is None:
+            with pytest.raises(InputError):
+                self.kv.pins.unpin(name)
+        else:
+            assert self.kv.pins.unpin(name) == unpinned
+
     # -- a request comes and goes
 
     @rule(
@@ -139,7 +177,9 @@ class Lifecycle(RuleBasedStateMachine):
         grows=st.booleans(),
     )
     def ingest(self, rid: int, prompt: list[int], is_cached: int, salt: str, logprobs: int, grows: bool) -> None:
-        config = RequestConfig({"main": keyed(prompt, PAGE, grows=grows)}, is_cached > 0, salt, None, logprobs == 9)
+        keys = {"main": keyed(prompt, PAGE, grows=grows)}
+        kept = (Retention(0, 10, 80, 20.0), Retention(12, None, 30)) if self.policy == "priority" and len(prompt) % 2 else ()
+        config = RequestConfig(keys, is_cached > 0, salt, None, logprobs == 9, kept)
         self.both("ingest_request", rid, config)
         self.truths.setdefault(rid, Truth(prompt, config))
 
@@ -315,6 +355,7 @@ class Lifecycle(RuleBasedStateMachine):
     @invariant()
     def invariants_hold(self) -> None:
         self.kv.check()
+        assert self.policy == "lru" or not self.victims
 
     @invariant()
     def pages_are_where_the_twin_has_them(self) -> None:
@@ -344,8 +385,9 @@ class Lifecycle(RuleBasedStateMachine):
         assert {s.key: self.replayed.stored_tokens.get(s.key, 0) for s in streams} == {s.key: s.stored_len for s in streams}
         index = self.kv.index
         assert self.replayed.indexed() == ({p: index.key_of(p).hex()[:16] for p in index.pages()} if index else {})
+        assert self.replayed.pins == {name: list(pages) for name, pages in self.kv.pins.by_name().items()}
         for page, state in self.replayed.pages.items():
-            assert self.kv.arena.owners(page) == len(state.owners) + (state.key is not None)
+            assert self.kv.arena.owners(page) == len(state.owners) + len(state.pins) + (state.key is not None)
             if state.key is not None:
                 assert state.root == index.root_of(page).hex()[:16]
                 assert state.position == index.position_of(page)

@@ -174,7 +174,7 @@ class Tiers(RuleBasedStateMachine):
         else:
             ids = [token]
         policies = {} if window is None else {(rid, "main"): window}
-        step, ctx = Step(0, NODE, walk, (Segment(rid, "main", len(ids)),), retention=policies), StepContext(frozenset({rid}))
+        step, ctx = Step(0, NODE, walk, (Segment(rid, "main", len(ids)),), windows=policies), StepContext(frozenset({rid}))
         if (refusal := kv.admit(step, ctx)) is not None:
             assert isinstance(refusal, RequestOffloading) == kv.is_offloaded(rid)
             assert isinstance(refusal, AdmitRuntimeError) == truth.is_failed
@@ -184,7 +184,7 @@ class Tiers(RuleBasedStateMachine):
         truth.foreign |= truth.version != side.version
         self.write(side, truth, kv.plan(step, ctx).rows[0], [*truth.prompt[done : done + skipped], *ids])
         kv.commit(step, ctx)
-        if window is not None or kv.stream(rid).retention is not None:
+        if window is not None or kv.stream(rid).window is not None:
             self.release(truth, kv.stream(rid), len(truth.slots) - kv.stored_tokens(rid))
         side.learn(truth)
 

@@ -24,7 +24,7 @@ def make(page_size: int, num_pages: int = 32, **options) -> Driver:
 def windowed(d: Driver, walk: str, rid, span: int, budget: int, protected: int = 0):
     """One step of a stream that declares a window."""
     policy = RetentionPolicy(budget, protected)
-    step = Step(0, "LLM", walk, (Segment(rid, "main", span),), retention={(rid, "main"): policy})
+    step = Step(0, "LLM", walk, (Segment(rid, "main", span),), windows={(rid, "main"): policy})
     ctx = StepContext(frozenset({rid}))
     assert d.kv.admit(step, ctx) is None
     tables = d.kv.plan(step, ctx)
@@ -54,7 +54,7 @@ def test_k9_3_visible_sets_exactly_at_the_window():
     d.ingest("r", range(7))
     seen = []
     for position in range(7):
-        step = Step(0, "LLM", "prefill", (Segment("r", "main", 1),), retention={("r", "main"): RetentionPolicy(3)})
+        step = Step(0, "LLM", "prefill", (Segment("r", "main", 1),), windows={("r", "main"): RetentionPolicy(3)})
         ctx = StepContext(frozenset({"r"}))
         assert d.kv.admit(step, ctx) is None
         attention.begin(d.kv.plan(step, ctx))
@@ -190,7 +190,7 @@ def test_a_rewind_forgets_the_window():
     windowed(d, "prefill", "r", 24, budget=8, protected=4)
     d.kv.reset_request("r")
     stream = d.kv.stream("r")
-    assert (stream.retention, stream.protected_prefix, stream.released) == (None, 0, 0)
+    assert (stream.window, stream.protected_prefix, stream.released) == (None, 0, 0)
     d.prefill("r")
     assert len(d.kv.index) == 6
 

@@ -350,7 +350,7 @@ def test_leaving_a_stream_early_cancels_it(tracer):
 
 
 def test_a_pool_too_small_for_all_ends_in_a_named_stall_and_goes_on(tracer):
-    engine = tracer(page_size=4, num_pages=8)  # 7 usable pages
+    engine = tracer(page_size=4, num_pages=8, admission="none")  # 7 usable pages
     with pytest.raises(StallError, match=r"7 of 7 usable pages.*max_concurrent_requests"):
         engine.generate([[1] * 11, [2] * 11], max_tokens=9)
     assert engine.kv.arena.num_free == engine.kv.usable_pages - len(engine.kv.index)
@@ -358,20 +358,20 @@ def test_a_pool_too_small_for_all_ends_in_a_named_stall_and_goes_on(tracer):
 
 
 def test_held_requests_go_on_when_others_end(tracer):
-    engine = tracer(page_size=4, num_pages=8)
+    engine = tracer(page_size=4, num_pages=8, admission="none")
     results = engine.generate([[1] * 8, [2] * 15], max_tokens=4)
     assert sum(r.held_steps for r in results) > 0
     assert [list(r.ids) for r in results] == [engine.model.continuation(list(r.prompt_ids), 4) for r in results]
 
 
 def test_max_concurrent_requests_bounds_who_runs(tracer):
-    engine = tracer(page_size=4, num_pages=8, max_concurrent_requests=1)
+    engine = tracer(page_size=4, num_pages=8, max_concurrent_requests=1, admission="none")
     results = engine.generate([[1] * 11, [2] * 11], max_tokens=9)
     assert all(r.finish_reason == "length" for r in results)
 
 
 def test_a_deadline_in_steps_ends_a_held_request_with_its_own_error(tracer):
-    engine = tracer(page_size=4, num_pages=8)
+    engine = tracer(page_size=4, num_pages=8, admission="none")
     results = engine.generate([[1] * 11, [2] * 11], max_tokens=9, deadline_steps=40)
     assert any(isinstance(r.error, DeadlineError) and r.finish_reason == "deadline" for r in results)
     assert engine.kv.arena.num_free == engine.kv.usable_pages - len(engine.kv.index)
@@ -385,7 +385,7 @@ def test_a_deadline_in_seconds_reads_the_engine_clock(tracer):
 
 
 def test_b12_waiting_for_pages_is_told_a_handful_of_times(tracer, caplog):
-    engine = tracer(page_size=4, num_pages=8, clock=lambda: 0.0)
+    engine = tracer(page_size=4, num_pages=8, clock=lambda: 0.0, admission="none")
     with caplog.at_level("WARNING", logger="kvlab"):
         engine.generate([[1] * 11, [2] * 11], max_tokens=9, deadline_steps=1000)
     assert sum("waits for" in record.message for record in caplog.records) == 1

@@ -62,9 +62,7 @@ def test_a_windowed_request_may_outgrow_the_pool(tracer):
 def test_windowed_requests_under_pressure_keep_their_text(tracer, admission):
     engine = tracer(page_size=4, num_pages=24, admission=admission, preemption=admission != "none", cpu_offload_pages=100)
     results = engine.generate([[*PROMPT, i] for i in range(8)], max_tokens=40, window=(8, 4))
-    assert [list(r.ids) for r in results] == [
-        windowed_continuation(engine.model, [*PROMPT, i], 40, 4, 8, 4) for i in range(8)
-    ]
+    assert [list(r.ids) for r in results] == [windowed_continuation(engine.model, [*PROMPT, i], 40, 4, 8, 4) for i in range(8)]
 
 
 def test_a_windowed_prompt_in_chunks_is_whole_before_anything_goes(tracer):

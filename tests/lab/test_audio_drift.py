@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from kvlab.errors import InputError
-from kvlab.lab.audio import compare_samples, compare_speech, find_clicks, first_difference
+from kvlab.lab.audio import (
+    FLOOR_DB,
+    compare_samples,
+    compare_speech,
+    difference,
+    envelope,
+    find_clicks,
+    first_difference,
+    spectrogram,
+)
 
 
 def speech(ids: list[int], samples: Any) -> Any:
@@ -64,3 +73,41 @@ def test_signals_that_are_none_are_refused():
         compare_samples(np.zeros((2, 3)), np.zeros(3))
     with pytest.raises(InputError, match="1 of 3 samples are NaN"):
         find_clicks([0.0, float("nan"), 0.0])
+
+
+def test_an_envelope_keeps_every_extreme():
+    signal = np.zeros(1000)
+    signal[[3, 997]] = 0.9, -0.8
+    wave = envelope(signal, 500, "spikes", columns=10)
+    assert (wave.duration_s, len(wave.lows), wave.highs[0], wave.lows[-1]) == (2.0, 10, 0.9, -0.8)
+    assert set(wave.highs[1:]) == set(wave.lows[:-1]) == {0.0}
+    assert wave.peak == 0.9
+
+
+def test_an_envelope_of_nothing_and_of_integers():
+    assert envelope([], 24000, "none").peak == 0.0
+    assert envelope(np.full(4, 32767, np.int16), 24000, "full", columns=2).highs == (1.0, 1.0)
+
+
+def test_a_full_scale_tone_stands_at_0_db_in_its_band_alone():
+    seconds = np.arange(24000) / 24000
+    tone = spectrogram(np.sin(2 * np.pi * 1125 * seconds), 24000, "tone", columns=10, bands=32, max_hz=8000)
+    inner = [row[2:8] for row in tone.levels_db]
+    assert set(inner[4]) <= {-1, 0, 1, 2}  # 1000 to 1250 Hz
+    assert max(max(row) for row in (*inner[:3], *inner[6:])) < -60
+
+
+def test_silence_is_at_the_floor_and_every_column_is_there():
+    quiet = spectrogram(np.zeros(500), 24000, "quiet", columns=7, bands=8)
+    assert {(len(row), *row) for row in quiet.levels_db} == {(7, *[FLOOR_DB] * 7)}
+
+
+def test_bands_that_cannot_be_told_apart_are_refused():
+    with pytest.raises(InputError, match="600 bands up to 8000 Hz cannot be told apart at 24000"):
+        spectrogram(np.zeros(5000), 24000, "x", bands=600)
+    with pytest.raises(InputError, match="up to 20000 Hz"):
+        spectrogram(np.zeros(5000), 24000, "x", max_hz=20000)
+
+
+def test_a_difference_is_taken_over_what_both_have():
+    assert difference([0.5, 0.25, 0.0], [0.25, 0.25]).tolist() == [-0.25, 0.0]

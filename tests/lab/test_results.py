@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from kvlab.errors import InputError, MissingExtraError
-from kvlab.lab.results import LadderRow, MissRow, PageSizeRow, RequestRow, Table, TtftRow, table_of
+from kvlab.lab.results import LadderRow, MissRow, PageSizeRow, RequestRow, Spectrogram, Table, TtftRow, Wave, table_of
 from kvlab.spec import Miss
 
 LADDER = [
@@ -118,3 +118,19 @@ def test_request_row_reprs_are_total_and_bounded(row: RequestRow) -> None:
     bundle = row._repr_mimebundle_()
     assert set(bundle) == {"application/vnd.plotly.v1+json", "image/svg+xml", "text/plain"}
     assert bundle["text/plain"] == repr(row)
+
+
+def test_numbers_stand_right_and_words_left_whatever_the_page_does() -> None:
+    shown = Table(("n", "cause", "ms"), [(1, "evicted", 2.5), (2, "diverged", None)])._repr_html_()
+    head = [cell.partition('style="text-align:')[2].partition('"')[0] for cell in shown.split("<th")[2:]]
+    assert head == ["right", "left", "right"]
+    assert '<td style="text-align:left">evicted</td>' in shown
+
+
+def test_signals_are_one_bounded_line() -> None:
+    wave = Wave("long " * 100, 60.0, (-0.5,) * 10_000, (0.25,) * 10_000, 0.1)
+    assert repr(wave).endswith("…: 60.00 s, peak 0.5, rms 0.1)")
+    assert len(repr(wave)) < 100
+    picture = Spectrogram("cold", 1.5, 8000.0, ((-90,) * 1000,) * 24)
+    assert repr(picture) == "Spectrogram(cold: 1.50 s, 24 bands up to 8000 Hz)"
+    assert repr(Wave("", 0.0, (), (), 0.0)) == "Wave(: 0.00 s, peak 0, rms 0)"

@@ -26,6 +26,8 @@ from kvlab.models.textlm import TextConfig, TextLM
 from kvlab.models.tracer import ToyProcessor
 from kvlab.spec import RowInputs, StepRow, StepTables
 
+pytest.importorskip("snac")
+
 MAX_AUDIO_ERROR = 1e-5  # threads and float64 move it by 1.3e-6
 MAX_INT16_ERROR = 1
 MAX_LOGIT_ERROR = 2.5e-5  # of the standard deviation of the logits; float64 moves them by 6.8e-6 of it

@@ -23,6 +23,8 @@ from kvlab.models.orpheus.sound import write_wav
 from kvlab.models.orpheus.speech import FrameDecoder, SpeechDecoder, decode_frames, to_int16
 from kvlab.models.orpheus.tokens import Frame, FrameReader, OrpheusIds, ids_of, to_levels
 
+pytest.importorskip("snac")
+
 IDS = OrpheusIds()
 MAX_AUDIO_ERROR = 1e-5
 
@@ -310,7 +312,7 @@ def test_levels_are_those_of_the_codec(codec):
 
 
 def test_a_wav_file_holds_the_samples_clipped(tmp_path):
-    import soundfile
+    soundfile = pytest.importorskip("soundfile")
 
     path = write_wav(tmp_path / "größe mit blank.wav", np.array([0.0, 0.5, 2.0, -2.0]), 24000)
     found, rate = soundfile.read(path, dtype="int16")

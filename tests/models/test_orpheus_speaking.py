@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
 import tiny_orpheus
 import torch
 from tiny_checkpoints import write_folder as write_text_folder
@@ -24,6 +23,9 @@ from kvlab.models.orpheus.official import prompt_string
 from kvlab.models.orpheus.spec import OrpheusModel
 from kvlab.models.orpheus.stream import collect, say, speak, together
 from kvlab.models.orpheus.tokens import frames_of
+
+soundfile = pytest.importorskip("soundfile")
+pytest.importorskip("snac")
 
 FRAME = 2048
 SPEECH = {"only_speech": True, "seed": 7}

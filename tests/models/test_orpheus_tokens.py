@@ -195,15 +195,20 @@ def test_tokens_of_a_frame_that_is_not_whole_are_counted(tokens, left_over):
 
 
 def test_only_the_slot_that_is_due_may_come_and_the_end_between_frames():
-    only = OnlySpeech(IDS)
+    only, tokens = OnlySpeech(IDS), ids_of(some_frames(3), IDS)
     for count in range(15):
-        ranges = only([0] * count)
+        ranges = only(tokens[:count])
         assert ranges[0] == IDS.slot_ids(count % 7)
         assert (range(IDS.end_of_speech, IDS.end_of_speech + 1) in ranges) == (count % 7 == 0)
 
 
 def test_a_continuation_goes_on_inside_a_frame():
-    assert OnlySpeech(IDS, slot=5)([0]) == (IDS.slot_ids(6),)
+    assert OnlySpeech(IDS, slot=5)([]) == (IDS.slot_ids(5),)
+    assert OnlySpeech(IDS, slot=5)([IDS.audio_id(5, 0)]) == (IDS.slot_ids(6),)
+
+
+def test_after_an_end_that_is_ignored_a_frame_begins():
+    assert OnlySpeech(IDS)([IDS.end_of_speech])[0] == IDS.slot_ids(0)
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from kvlab.train.orpheus.__main__ import main
 
 
 def test_another_folder_is_an_error_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pocketsphinx", reason="needs the extra train")
     assert main(["--evaluate", str(tmp_path)]) == 1
-    assert "is not a checkpoint that kvlab.train.orpheus wrote" in capsys.readouterr().err
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--out", "a", "--evaluate", "b"]])

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from kvlab.errors import LoadError
-from kvlab.models.textlm import TextConfig
+import kvlab
 from kvlab.train.orpheus import card, codec, export, run, speech, vocabulary
 
 snac = pytest.importorskip("snac", reason="needs the extra audio")
@@ -18,7 +17,7 @@ SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 16,
 }  # fmt: skip
-CODEC: dict[str, Any] = {**codec.CONFIG, "encoder_dim": 2, "decoder_dim": 32, "codebook_size": 16}
+CODEC: dict[str, Any] = {**codec.CONFIG, "encoder_dim": 2, "decoder_dim": 32}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def test_weights_are_bfloat16_and_tied_ones_stand_once(folder: Path) -> None:
 
 
 def test_transformers_loads_network_tokenizer_and_sampling(folder: Path) -> None:
-    net, tokenizer, _ = export.read(folder)
+    net, tokenizer = LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = vocabulary.prompt_ids(tokenizer, "tara: one")
     assert ids == vocabulary.prompt_ids(vocabulary.make_tokenizer(), "tara: one")
     assert net(torch.tensor([ids])).logits.shape == (1, len(ids), vocabulary.VOCAB_SIZE)
@@ -58,16 +57,13 @@ def test_snac_itself_loads_the_codec_strictly(folder: Path) -> None:
     net.load_state_dict(load_file(folder / "snac" / "model.safetensors"))
 
 
-def test_kvlab_reads_the_config(folder: Path) -> None:
-    config = TextConfig.from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    assert (config.vocab_size, config.tied) == (vocabulary.VOCAB_SIZE, True)
-    assert config.rope_scaling is not None
-    assert config.rope_scaling.factor == 32.0
-
-
-def test_another_folder_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"has no config.json, model.safetensors, .*snac/model.safetensors"):
-        export.read(tmp_path)
+def test_kvlab_loads_it_and_asks_as_the_training_did(folder: Path) -> None:
+    with kvlab.load(folder, num_pages=64, device="cpu") as engine:
+        result = engine.generate("one blue star", fields={"voice": "zoe"}, max_tokens=8)
+        assert engine.model.codec.codebook_size == 512
+        assert result.prompt_tokens == len(vocabulary.prompt_ids(vocabulary.make_tokenizer(), "zoe: one blue star"))
+        options = engine.model.default_options
+    assert (options["temperature"], options["top_p"], options["repetition_penalty"]) == (0.6, 0.8, 1.3)
 
 
 def test_the_readme_tells_what_was_measured_and_what_was_not(tmp_path: Path) -> None:

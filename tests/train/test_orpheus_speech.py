@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from kvlab.models.orpheus.tokens import FrameReader, OrpheusIds
 from kvlab.train import loop
 from kvlab.train.orpheus import corpus, speech, vocabulary
 
@@ -59,18 +60,13 @@ def test_a_prompt_has_the_order_of_the_release() -> None:
     assert [ids[0], ids[1], *ids[-4:]] == [259, 254, 255, 260, 261, 257]
 
 
-def test_frames_are_the_inverse_of_audio_ids() -> None:
+def test_audio_ids_are_read_back_by_kvlab() -> None:
     frames = torch.randint(512, (5, 7))
-    ids = vocabulary.audio_ids(frames)
-    assert torch.equal(vocabulary.frames_of(ids), frames)
-    assert torch.equal(vocabulary.frames_of([*ids, vocabulary.custom(vocabulary.END_OF_SPEECH)]), frames)
-
-
-def test_frames_end_before_the_first_id_out_of_order() -> None:
-    frames = torch.randint(512, (5, 7))
-    ids = vocabulary.audio_ids(frames)
-    ids[15], ids[16] = ids[16], ids[15]
-    assert torch.equal(vocabulary.frames_of(ids), frames[:2])
+    ids = OrpheusIds.from_config(vocabulary.settings())
+    reader = FrameReader(ids)
+    read = [frame for token in vocabulary.audio_ids(frames) for frame in reader.push(token)]
+    assert torch.equal(torch.tensor(read), frames)
+    assert reader.bad == []
 
 
 def test_the_penalty_in_training_is_that_of_sampling(lines: list[speech.Line]) -> None:

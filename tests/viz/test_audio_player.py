@@ -32,3 +32,14 @@ def test_the_text_form_is_the_caption():
     speech = SimpleNamespace(samples=np.zeros(4, np.int16), sample_rate=24000, caption="quiet")
     assert repr(audio_player(speech)) == "Player(quiet)"
     assert repr(audio_player(speech, "said twice")) == "Player(said twice)"
+
+
+def test_a_player_of_another_rate_holds_the_same_tone_in_fewer_samples():
+    pytest.importorskip("scipy")
+    seconds = np.arange(24000) / 24000
+    tone = SimpleNamespace(samples=(np.sin(2 * np.pi * 440 * seconds) * 8000).astype(np.int16), sample_rate=24000, caption="a")
+    player = audio_player(tone, sample_rate=12000)
+    expected = np.sin(2 * np.pi * 440 * np.arange(12000) / 12000) * 8000
+    assert (player.sample_rate, len(player.samples), player.samples.dtype) == (12000, 12000, np.int16)
+    assert np.abs(player.samples[100:-100] - expected[100:-100]).max() < 80
+    assert audio_player(tone, sample_rate=24000).samples is tone.samples

@@ -49,6 +49,12 @@ def test_the_own_template_is_small() -> None:
     assert len(json.dumps(plotly_json(page_map_panel(three_sharers()))["layout"]["template"])) < 1500
 
 
+def test_what_all_marks_have_in_common_is_said_once() -> None:
+    (cells, *_) = plotly_json(page_map_panel(three_sharers()))["data"]
+    assert cells["width"] == pytest.approx(0.9)
+    assert len(cells["x"]) == len(cells["marker"]["color"]) == 64
+
+
 def test_a_large_figure_stays_small_enough_for_a_notebook() -> None:
     panel = page_map_panel(Run(1024).record)
     assert len(json.dumps(plotly_json(panel))) < 150_000

@@ -122,3 +122,8 @@ def test_many_requests_and_ranges_give_a_bounded_figure_that_says_so() -> None:
 def test_neighbouring_ranges_of_one_cause_are_one_bar() -> None:
     row = RequestRow("r", 4, 0, 0, misses=tuple(MissRow("main", i, i + 1, "never_seen") for i in range(4)))
     assert [(r.x0, r.x1) for r in misses_panel([row]).marks[0].rects] == [(0, 4)]
+
+
+def test_a_finding_of_ones_own_takes_the_title() -> None:
+    panel = misses_panel([RequestRow("q", 40, 32, 2)], "Turn two is served from the cache")
+    assert panel.title == "Turn two is served from the cache"

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from kvlab.lab.results import LadderRow, PageSizeRow, RequestRow, TtftRow
+from kvlab.lab.results import DriftRow, LadderRow, PageSizeRow, RequestRow, SharedPrompt, Spectrogram, TtftRow, Wave
 from kvlab.viz import (
     as_svg,
     hit_ladder_panel,
@@ -16,7 +16,12 @@ from kvlab.viz import (
     page_size_panel,
     page_timeline_panel,
     prefix_tree_panel,
+    sharing_map_panel,
+    spectrograms_panel,
+    speech_drift_panel,
+    token_grid_panel,
     ttft_panel,
+    waveforms_panel,
 )
 from kvlab.viz.marks import Axis, Label, Panel, Rect, Rects
 from kvlab.viz.theme import CAUSES, INK, PAPER, SINK, STATES, luminance
@@ -36,6 +41,11 @@ def every_panel() -> list[Panel]:
         ttft_panel([TtftRow(512, 256, 256, 100.0, 90.0)]),
         page_size_panel([PageSizeRow(16, 255, 240)]),
         misses_panel([RequestRow("<&\"'", 40, 32, 2)]),
+        waveforms_panel([Wave("<&", 1.0, (-0.5, 0.0), (0.5, 0.1), 0.1)]),
+        spectrograms_panel([Spectrogram("<&", 1.0, 8000.0, ((-90, -20), (-30, -30)))]),
+        token_grid_panel([range(7)], [range(1, 8)]),
+        speech_drift_panel([DriftRow("<&", 26, 24, 14, 3, 0.0, 0.1, 0.1, 0.01, 0.01)]),
+        sharing_map_panel([SharedPrompt("<&", "one", 16, 8, 4)]),
     ]
 
 

@@ -42,6 +42,7 @@ class Codec:
         _fold_weight_norms(net.requires_grad_(False).eval())
         self.net = net
         self.sample_rate, self.codebook_size = int(net.sampling_rate), int(net.codebook_size)
+        self._noise = SeededNoise(0)
         self.ops = list(_ops(net.decoder.model))
         self.hop_samples = math.prod(op.stride for op in self.ops)
         self.frame_samples = self.hop_samples * _LATENTS_PER_FRAME
@@ -95,16 +96,20 @@ class Codec:
             return torch.zeros(0)
         ranges = plan(self.ops, _scaled(heard, self.frame_samples), num_frames * _LATENTS_PER_FRAME)
         codes = [torch.tensor([level], device=self._device) for level in levels]  # [1, codes]
-        x, have = self.net.quantizer.from_codes(codes), range(num_frames * _LATENTS_PER_FRAME)  # [1, latent_dim, latents]
-        rate, source = 1, noise or SeededNoise()
-        for op, wanted, needed_next in zip(self.ops, ranges[:-1], ranges[1:], strict=True):
-            x = _cut(x, have, wanted)
-            place = start_frame * _LATENTS_PER_FRAME * rate + wanted.start
-            x = op.module(x) if op.noise_stage is None else _with_noise(x, op, source(op.noise_stage, place, len(wanted)))
-            rate *= op.stride
-            have = _scaled(wanted, op.stride)
-            x, have = _cut(x, have, needed_next), needed_next
-        return x[0, 0].cpu()
+        z = self.net.quantizer.from_codes(codes)[..., ranges[0].start : ranges[0].stop]  # [1, latent_dim, latents]
+        return self._decoded(z, ranges, self._noise if noise is None else noise, start_frame * _LATENTS_PER_FRAME).cpu()
+
+    def _decoded(self, x: Tensor, ranges: Sequence[range], noise: NoiseSource, start: int) -> Tensor:
+        """Run the decoder; ``ranges`` are what each op reads and the last one writes, ``start`` is where these count from."""
+        for op, have, wanted in zip(self.ops, ranges[:-1], ranges[1:], strict=True):
+            if op.noise_stage is None:
+                x = op.module(x)  # [1, channels, len(have) * op.stride]
+            else:
+                drawn = noise(op.noise_stage, start + have.start, len(have)).to(x)
+                x = x + drawn * op.module.linear(x)
+            x = _cut(x, _scaled(have, op.stride), wanted)  # [1, channels, len(wanted)]
+            start *= op.stride
+        return x[0, 0]
 
     @torch.inference_mode()
     def encode(self, samples: Any, sample_rate: int) -> list[Frame]:
@@ -156,10 +161,6 @@ def _scaled(places: range, factor: int) -> range:
 def _cut(x: Tensor, have: range, wanted: range) -> Tensor:
     """Return the wanted part of [1, channels, len(have)]."""
     return x if have == wanted else x[..., wanted.start - have.start : wanted.stop - have.start]
-
-
-def _with_noise(x: Tensor, op: Op, noise: Tensor) -> Tensor:
-    return x + noise.to(x) * op.module.linear(x)
 
 
 def _ops(model: nn.Module) -> Iterator[Op]:

@@ -296,6 +296,7 @@ class OnlySpeech:
     slot: int = 0
 
     def __call__(self, generated: Sequence[int]) -> tuple[range, ...]:
-        slot = (self.slot + len(generated)) % SLOTS
+        last = self.ids.split(generated[-1]) if generated else None
+        slot = (last[0] + 1) % SLOTS if last else 0 if generated else self.slot
         end = self.ids.end_of_speech
         return (self.ids.slot_ids(slot), range(end, end + 1)) if slot == 0 else (self.ids.slot_ids(slot),)

@@ -24,6 +24,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--codec-phrases", type=int, default=run.Plan.codec_phrases)
     parser.add_argument("--codec-steps", type=int, default=run.Plan.codec_steps)
+    parser.add_argument(
+        "--decoder-steps", type=int, default=run.Plan.decoder_steps, help="of the codec's decoder alone, after that"
+    )
     parser.add_argument("--speech-phrases", type=int, default=run.Plan.speech_phrases)
     parser.add_argument("--speech-steps", type=int, default=run.Plan.speech_steps)
     parser.add_argument("--seed", type=int, default=0)
@@ -53,8 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(asked: argparse.Namespace) -> dict[str, Any]:
     plan = run.Plan(
-        asked.work, asked.codec_phrases, asked.codec_steps, asked.speech_phrases, asked.speech_steps, asked.seed
-    )  # fmt: skip
+        asked.work,
+        asked.codec_phrases,
+        asked.codec_steps,
+        asked.decoder_steps,
+        asked.speech_phrases,
+        asked.speech_steps,
+        asked.seed,
+    )
     codec_net = run.train_codec(plan)
     net = run.train_speech(plan, codec_net)
     export.write(asked.out, net, codec_net)

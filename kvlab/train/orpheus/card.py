@@ -45,10 +45,11 @@ pocketsphinx comes with the extra `train`).
 
 * Speech: espeak-ng says phrases drawn from the grammar, pitch and speed a little different each time. A tenth
   of all texts, chosen by a hash of the text, is held out from everything.
-* Codec: {codec_phrases} phrases, {codec_steps} steps; spectral distances alone, no adversary.
+* Codec: {codec_phrases} phrases, {codec_steps} steps, then {decoder_steps} of the decoder alone; spectral distances, no
+  adversary.
 * Speech model: {speech_phrases} phrases, {speech_steps} steps, a repetition penalty drawn for every line.
-* Again: `python -m kvlab.train.orpheus --out FOLDER --work STATE --codec-steps {codec_steps} --speech-steps
-  {speech_steps} --codec-phrases {codec_phrases} --speech-phrases {speech_phrases}`
+* Again: `python -m kvlab.train.orpheus --out FOLDER --work STATE --codec-phrases {codec_phrases} --codec-steps
+  {codec_steps} --decoder-steps {decoder_steps} --speech-phrases {speech_phrases} --speech-steps {speech_steps}`
 
 ## Files
 
@@ -89,6 +90,7 @@ def write(folder: Path, plan: run.Plan, found: Mapping[str, Any], *, num_paramet
         max_frames=evaluate.MAX_FRAMES,
         codec_phrases=plan.codec_phrases,
         codec_steps=plan.codec_steps,
+        decoder_steps=plan.decoder_steps,
         speech_phrases=plan.speech_phrases,
         speech_steps=plan.speech_steps,
     )

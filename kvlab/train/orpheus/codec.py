@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvlab.errors import missing_extra
+from kvlab.progress import progress
 from kvlab.train.orpheus import quick
 from kvlab.train.orpheus.corpus import FRAME_SAMPLES, SAMPLE_RATE
 
@@ -27,9 +29,11 @@ CONFIG: dict[str, Any] = {
     "noise": True,
     "depthwise": True,
 }
-SEGMENT_SAMPLES = 4 * FRAME_SAMPLES
+SEGMENT_FRAMES = 4
+SEGMENT_SAMPLES = SEGMENT_FRAMES * FRAME_SAMPLES
 BATCH = 4
 PEAK_LR = 1.5e-3
+DECODER_PEAK_LR = 1e-3
 
 UNQUANTISED_STEPS = 150
 RESTART_EVERY_STEPS = 25
@@ -113,9 +117,11 @@ class CodecTask:
         seed: int = 0,
     ) -> None:
         torch.manual_seed(seed)
-        self.net = build(config)
+        self.net: Any = build(config)
         quick.speed_up(self.net)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=PEAK_LR, betas=(0.8, 0.99), weight_decay=0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            self.net.parameters(), lr=PEAK_LR, betas=(0.8, 0.99), weight_decay=0.01
+        )
         self.sounds, self.loss = sounds, MelLoss()
         self.unquantised_steps = unquantised_steps
         self.last_restart = int(RESTART_SHARE * num_steps)
@@ -190,6 +196,54 @@ class CodecTask:
             uses[dead] = uses.mean()
 
 
+class DecoderTask:
+    """Trains a codec's decoder further while encoder and code books stand still, and with them every recording's codes."""
+
+    name = "decoder"
+    peak_lr = DECODER_PEAK_LR
+
+    def __init__(self, net: Any, sounds: Sequence[Tensor]) -> None:
+        self.net, self.loss = net, MelLoss()
+        quick.speed_up(net)
+        net.requires_grad_(False)
+        net.decoder.requires_grad_(True)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            net.decoder.parameters(), lr=DECODER_PEAK_LR, betas=(0.8, 0.99), weight_decay=0.01
+        )
+        self.sounds = [_whole_frames(sound, at_least=SEGMENT_FRAMES) for sound in sounds]
+
+    @cached_property
+    def codes(self) -> list[Tensor]:
+        """The codes of every recording; a run that is done already never asks."""
+        return [encode(self.net, sound) for sound in progress(self.sounds, "encoding")]
+
+    def losses(self, step_index: int) -> dict[str, Tensor]:
+        """One batch of stretches of codes, against the sounds they came from."""
+        picked = [self._stretch(i) for i in torch.randint(len(self.sounds), (BATCH,)).tolist()]
+        codes, true = (torch.stack(parts) for parts in zip(*picked, strict=True))
+        made = self.net.decoder(self.net.quantizer.from_codes(levels(codes)))[:, 0]
+        return {"mel": self.loss(made, true)}
+
+    def after(self, step_index: int) -> None:
+        """Nothing follows a step."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """There is nothing beside weights and optimizer."""
+
+    def _stretch(self, i: int) -> tuple[Tensor, Tensor]:
+        start = int(torch.randint(len(self.codes[i]) - SEGMENT_FRAMES + 1, ()))
+        end = start + SEGMENT_FRAMES
+        return self.codes[i][start:end], self.sounds[i][start * FRAME_SAMPLES : end * FRAME_SAMPLES]
+
+
+def _whole_frames(sound: Tensor, *, at_least: int = 0) -> Tensor:
+    missing = max(at_least * FRAME_SAMPLES - len(sound), -len(sound) % FRAME_SAMPLES)
+    return F.pad(sound, (0, missing))
+
+
 def _segment(sound: Tensor) -> Tensor:
     spare = len(sound) - SEGMENT_SAMPLES
     if spare <= 0:
@@ -202,20 +256,14 @@ def _segment(sound: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def encode(net: nn.Module, sound: Tensor) -> Tensor:
+def encode(net: Any, sound: Tensor) -> Tensor:
     """Return a recording's codes as rows of seven in the order the speech model writes them: [frames, 7]."""
-    whole = F.pad(sound, (0, -len(sound) % FRAME_SAMPLES))
-    coarse, middle, fine = (level[0] for level in net.encode(whole[None, None]))
+    coarse, middle, fine = (level[0] for level in net.encode(_whole_frames(sound)[None, None]))
     middle, fine = middle.view(-1, 2), fine.view(-1, 4)
     columns = [coarse, middle[:, 0], fine[:, 0], fine[:, 1], middle[:, 1], fine[:, 2], fine[:, 3]]
     return torch.stack(columns, dim=1)
 
 
-@torch.inference_mode()
-def decode(net: nn.Module, frames: Tensor, *, seed: int = 0) -> Tensor:
-    """Return the sound of [frames, 7] codes, the codec's noise fixed by the seed."""
-    levels = [frames[:, [0]], frames[:, [1, 4]], frames[:, [2, 3, 5, 6]]]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        sound: Tensor = net.decode([level.reshape(1, -1) for level in levels])
-    return sound[0, 0]
+def levels(frames: Tensor) -> list[Tensor]:
+    """Return the codes of each level, [batch, frames * 1, 2 and 4], from rows of seven [batch, frames, 7]."""
+    return [frames[..., slots].flatten(1) for slots in ([0], [1, 4], [2, 3, 5, 6])]

@@ -138,7 +138,7 @@ def speak(phrase: Phrase) -> NDArray[np.float32]:
 def _read_wave(content: bytes) -> NDArray[np.float32]:
     with wave.open(io.BytesIO(content)) as file:
         frames = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
-    return frames.astype(np.float32) / 32768
+    return frames.astype(np.float32) / np.float32(32768)
 
 
 def _place(sound: NDArray[np.float32], lead_samples: int) -> NDArray[np.float32]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaForCausalLM
 
-from kvlab.errors import LoadError
 from kvlab.train.orpheus import codec
 from kvlab.train.orpheus.vocabulary import BEGIN_OF_TEXT_ID, END_OF_SPEECH, PAD, custom, make_tokenizer
 
@@ -41,25 +40,3 @@ def write_codec(folder: Path, net: nn.Module, config: Mapping[str, Any]) -> None
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.detach().contiguous() for name, tensor in net.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def read(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast, nn.Module]:
-    """Return a checkpoint's network in float32, its tokenizer and its codec.
-
-    Raises:
-        LoadError: The folder is no such checkpoint.
-    """
-    wanted = ("config.json", "model.safetensors", "tokenizer.json", "snac/config.json", "snac/model.safetensors")
-    missing = [name for name in wanted if not (folder / name).is_file()]
-    if missing:
-        raise LoadError(f"{folder} is not a checkpoint that kvlab.train.orpheus wrote: it has no {', '.join(missing)}")
-    net = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(folder))
-    return net, tokenizer, read_codec(folder / "snac")
-
-
-def read_codec(folder: Path) -> nn.Module:
-    """Return the codec of a folder."""
-    net = codec.build(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    net.load_state_dict(load_file(folder / "model.safetensors"))
-    return net.eval().requires_grad_(False)

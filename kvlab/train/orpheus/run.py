@@ -29,7 +29,8 @@ class Plan:
     work: Path
     codec_phrases: int = 400
     codec_steps: int = 1800
-    speech_phrases: int = 4000
+    decoder_steps: int = 1300
+    speech_phrases: int = 3000
     speech_steps: int = 3000
     seed: int = 0
 
@@ -56,9 +57,12 @@ def recordings(plan: Plan) -> list[Tensor]:
 
 def train_codec(plan: Plan) -> nn.Module:
     """Return the trained codec."""
-    task = codec.CodecTask(recordings(plan), num_steps=plan.codec_steps, seed=plan.seed)
-    loop.train(task, plan.work / "codec.pt", num_steps=plan.codec_steps, seed=plan.seed)
-    return task.net.eval().requires_grad_(False)
+    sounds = recordings(plan)
+    first = codec.CodecTask(sounds, num_steps=plan.codec_steps, seed=plan.seed)
+    loop.train(first, plan.work / "codec.pt", num_steps=plan.codec_steps, seed=plan.seed)
+    second = codec.DecoderTask(first.net, sounds)
+    loop.train(second, plan.work / "decoder.pt", num_steps=plan.decoder_steps, seed=plan.seed)
+    return first.net.eval().requires_grad_(False)
 
 
 def lines(plan: Plan, net: nn.Module) -> tuple[list[speech.Line], list[speech.Line]]:

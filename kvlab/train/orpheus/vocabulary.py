@@ -56,14 +56,6 @@ def audio_ids(frames: Tensor) -> list[int]:
     return cast(list[int], (frames + slots).flatten().tolist())
 
 
-def frames_of(ids: Sequence[int]) -> Tensor:
-    """Return the codes of the whole frames at the front of ``ids``: [frames, 7]; ends before the first frame out of order."""
-    whole = torch.tensor(ids[: len(ids) // SLOTS * SLOTS], dtype=torch.long).view(-1, SLOTS)
-    codes = whole - torch.arange(SLOTS) * CODEBOOK_SIZE - custom(FIRST_AUDIO)
-    good = ((codes >= 0) & (codes < CODEBOOK_SIZE)).all(1)
-    return codes[: int(good.cumprod(0).sum())]
-
-
 # -- tokenizer ---------------------------------------------------------------------------------------------------------
 
 
