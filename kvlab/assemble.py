@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvlab.attention.store import KVStore
     from kvlab.cache.policies import EvictionPolicy
     from kvlab.engine.engine import Engine
-    from kvlab.spec import KVLayout, ModelSpec
+    from kvlab.spec import KVLayout, ModelSpec, PageTransport
 
 DEFAULT_NUM_PAGES = 2048
 PROFILES = ("kvlab", "published")
@@ -44,6 +44,9 @@ def load(
     backfill_protect: str = "easy",
     backfill_window: int = 128,
     preemption: bool | None = None,
+    cpu_offload_pages: int = 0,
+    host_tier_pages: int = 0,
+    offload_policy: str = "lru",
     max_step_tokens: int = 2048,
     prefix_cache: bool = True,
     prefix_cache_salt: str = "",
@@ -72,6 +75,10 @@ def load(
         admission_order: "fifo", or "backfill": of the ``backfill_window`` requests behind the head those may go first that
             cannot delay it (``backfill_protect="easy"``).
         preemption: whether the newest request may be sent back for an older one's sake; None = unless admission is "none".
+        cpu_offload_pages: host pages onto which a request may go, and come back, when an older one lacks pages;
+            ``offload_policy`` says who goes first: "lru", the one that has not run for longest, or "priority", the one that
+            holds most pages.
+        host_tier_pages: host pages onto which cached pages go when they are evicted; a prompt is looked up there too.
         max_step_tokens: most prompt tokens computed in one step; longer prefills are chunked.
         prefix_cache: False = no page is ever reused. ``prefix_cache_salt`` isolates this deployment's pages.
         policy: order of eviction: arc, fifo, lfu, lru, priority, random, s3fifo, sieve or slru, or a policy object.
@@ -106,6 +113,9 @@ def load(
         backfill_protect=backfill_protect,
         backfill_window=backfill_window,
         preemption=preemption,
+        cpu_offload_pages=cpu_offload_pages,
+        host_tier_pages=host_tier_pages,
+        offload_policy=offload_policy,
         max_step_tokens=max_step_tokens,
         prefix_cache=prefix_cache,
         prefix_cache_salt=prefix_cache_salt,
@@ -140,6 +150,9 @@ def build_engine(
     backfill_protect: str = "easy",
     backfill_window: int = 128,
     preemption: bool | None = None,
+    cpu_offload_pages: int = 0,
+    host_tier_pages: int = 0,
+    offload_policy: str = "lru",
     max_step_tokens: int = 2048,
     prefix_cache: bool = True,
     prefix_cache_salt: str = "",
@@ -151,10 +164,12 @@ def build_engine(
     check_invariants: bool | None = None,
     resources: Mapping[str, Mapping[str, Any]] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    transport: Callable[[KVStore], PageTransport] | None = None,
 ) -> Engine:
     """Return an engine over a model that is already there.
 
-    The arguments are those of ``load``; ``attention`` may also be a function of the KVStore, and ``clock`` counts seconds.
+    The arguments are those of ``load``; ``attention`` may also be a function of the KVStore, ``clock`` counts seconds, and
+    ``transport`` makes of the KVStore what reads the pages of other engines.
     """
     from kvlab.attention.store import KVStore
     from kvlab.cache.kv import KVResource
@@ -177,6 +192,8 @@ def build_engine(
         "max_pinned_pages": max_pinned_pages,
         "prefix_cache": prefix_cache,
         "prefix_cache_salt": prefix_cache_salt,
+        "cpu_offload_pages": cpu_offload_pages,
+        "host_tier_pages": host_tier_pages,
     }
     pool = settings | _overrides(resources, settings)
     options = AdmissionOptions(
@@ -190,9 +207,10 @@ def build_engine(
     chunks = ChunkRule(max_step_tokens)
     layout = model.kv_layout(_whole("page_size", pool["page_size"], 1), pool["kv_dtype"])
     pages = _num_pages(pool["num_pages"], pool["pool_bytes"], layout, model.device)
+    host_pages = _host_pages(pool["cpu_offload_pages"], pool["host_tier_pages"], layout)
     worker = PreprocessWorker(model.processor, model.prefix_key_streams(), {"kv": layout.page_size}, mode=preprocess)
     recorder = Recorder(clock=clock, log_path=event_log) if record or event_log is not None else None
-    store = KVStore(layout, pages, device=model.device)
+    store = KVStore(layout, pages, device=model.device, host_pages=host_pages)
     kv = KVResource(
         layout,
         pages,
@@ -201,6 +219,9 @@ def build_engine(
         max_pinned_pages=pool["max_pinned_pages"],
         prefix_cache=pool["prefix_cache"],
         salt=pool["prefix_cache_salt"],
+        cpu_offload_pages=pool["cpu_offload_pages"],
+        host_tier_pages=pool["host_tier_pages"],
+        transport=None if transport is None else transport(store),
         check_invariants=check_invariants,
         record=recorder,
         miss_log=MissLog(pages) if record else None,
@@ -216,6 +237,7 @@ def build_engine(
         recorder=recorder,
         clock=clock,
         seed=seed,
+        offload_policy=offload_policy,
         profile=profile,
     )
     if kv.index is not None:
@@ -225,6 +247,7 @@ def build_engine(
             page_size=kv.page_size,
             max_seq_len=model.max_seq_len,
             max_concurrent_requests=max_concurrent_requests,
+            cpu_offload_pages=pool["cpu_offload_pages"],
         )
     return engine
 
@@ -251,6 +274,16 @@ def _num_pages(num_pages: int | None, pool_bytes: int | None, layout: KVLayout, 
         num_pages = _whole("pool_bytes", pool_bytes, 2 * page_bytes, f"two pages of {page_bytes} bytes") // page_bytes
     pages = _whole("num_pages", DEFAULT_NUM_PAGES if num_pages is None else num_pages, 2, "the sink and one page to use")
     check_memory({"KV pages": pages * page_bytes}, device)
+    return pages
+
+
+def _host_pages(cpu_offload_pages: Any, host_tier_pages: Any, layout: KVLayout) -> int:
+    """Host pages of the store, checked against the memory that is there."""
+    from kvlab.cache.kv import BYTES_PER_VALUE
+    from kvlab.models.memory import check_memory
+
+    pages = _whole("cpu_offload_pages", cpu_offload_pages, 0) + _whole("host_tier_pages", host_tier_pages, 0)
+    check_memory({"host pages": pages * layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])}, "cpu")
     return pages
 
 

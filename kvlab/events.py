@@ -271,6 +271,53 @@ class PagesForked(Event):
 
 
 @dataclass(frozen=True)
+class PagesOffloaded(Event):
+    """The stream gave all its ``pages`` up; what it stores is on ``host_pages``, which may be fewer."""
+
+    rid: int | str
+    label: str
+    pages: Sequence[int]
+    host_pages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PagesReloaded(Event):
+    """Back from the host, on pages of its own."""
+
+    rid: int | str
+    label: str
+    pages: Sequence[int]
+    host_pages: Sequence[int]
+    stored_tokens: int
+
+
+@dataclass(frozen=True)
+class PagesCachedOnHost(Event):
+    """Pages that were just evicted are kept on the host under their keys."""
+
+    keys: Sequence[str]
+    host_pages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PagesRecalled(Event):
+    """Cached pages came back from the host for a stream that leases them; each was indexed just before."""
+
+    rid: int | str
+    label: str
+    pages: Sequence[int]
+    host_pages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class HostPagesFreed(Event):
+    """Host copies that nobody needs any more."""
+
+    host_pages: Sequence[int]
+    why: str
+
+
+@dataclass(frozen=True)
 class PageIndexed(Event):
     """The index became an owner of ``page``. ``position`` counts pages from the start of the chain."""
 

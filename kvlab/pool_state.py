@@ -9,15 +9,20 @@ from typing import Any
 from kvlab.errors import IntegrityError
 from kvlab.events import (
     Event,
+    HostPagesFreed,
     IndexReset,
     LeaseConverted,
     LeaseReleased,
     PageEvicted,
     PageIndexed,
     PagesAcquired,
+    PagesCachedOnHost,
     PagesLeased,
+    PagesOffloaded,
     PagesPinned,
+    PagesRecalled,
     PagesReleased,
+    PagesReloaded,
     PagesUnpinned,
     PoolCreated,
     StreamCommitted,
@@ -57,6 +62,8 @@ class PoolState:
     streams: dict[tuple[int | str, str], list[int]] = field(default_factory=dict)
     leases: dict[tuple[int | str, str], list[int]] = field(default_factory=dict)
     stored_tokens: dict[tuple[int | str, str], int] = field(default_factory=dict)
+    host: dict[int, tuple[int | str, str]] = field(default_factory=dict)  # host page -> the stream it belongs to
+    host_cached: dict[int, str] = field(default_factory=dict)  # host page -> key of the cached page on it
     pins: dict[str, list[int]] = field(default_factory=dict)
 
     def page(self, page: int) -> PageState:
@@ -118,6 +125,30 @@ class PoolState:
         if (e.rid, e.label) not in self.streams:
             self.stored_tokens.pop((e.rid, e.label), None)
 
+    def _on_PagesOffloaded(self, e: PagesOffloaded) -> None:
+        self._disown(self.streams, (e.rid, e.label), e.pages)
+        self.stored_tokens.pop((e.rid, e.label), None)
+        self.host.update(dict.fromkeys(e.host_pages, (e.rid, e.label)))
+
+    def _on_PagesReloaded(self, e: PagesReloaded) -> None:
+        self._free_host(e.host_pages)
+        self._own(self.streams, (e.rid, e.label), e.pages)
+        self.stored_tokens[e.rid, e.label] = e.stored_tokens
+
+    def _on_PagesCachedOnHost(self, e: PagesCachedOnHost) -> None:
+        self.host_cached.update(zip(e.host_pages, e.keys, strict=True))
+
+    def _on_PagesRecalled(self, e: PagesRecalled) -> None:
+        self._free_host(e.host_pages)
+        self._own(self.leases, (e.rid, e.label), e.pages)
+
+    def _on_HostPagesFreed(self, e: HostPagesFreed) -> None:
+        self._free_host(e.host_pages)
+
+    def _free_host(self, host_pages: Iterable[int]) -> None:
+        for page in host_pages:
+            del (self.host if page in self.host else self.host_cached)[page]
+
     def _on_StreamCommitted(self, e: StreamCommitted) -> None:
         self.stored_tokens[e.rid, e.label] = e.stored_tokens
 
@@ -166,6 +197,8 @@ class PoolState:
             "streams": [[*stream, list(pages)] for stream, pages in self.streams.items()],
             "leases": [[*stream, list(pages)] for stream, pages in self.leases.items()],
             "stored_tokens": [[*stream, tokens] for stream, tokens in self.stored_tokens.items()],
+            "host": [[page, *owner] for page, owner in self.host.items()],
+            "host_cached": [[page, key] for page, key in self.host_cached.items()],
             "pins": self.pins,
         }
 
@@ -176,7 +209,9 @@ class PoolState:
         streams = {(r, x): list(listed) for r, x, listed in data["streams"]}
         leases = {(r, x): list(listed) for r, x, listed in data["leases"]}
         stored = {(r, x): tokens for r, x, tokens in data["stored_tokens"]}
-        state = cls(data["num_pages"], data["page_size"], pages, streams, leases, stored)
+        host = {page: (owner[0], owner[1]) for page, *owner in data.get("host", ())}
+        host_cached = dict(data.get("host_cached", ()))
+        state = cls(data["num_pages"], data["page_size"], pages, streams, leases, stored, host, host_cached)
         for name, pinned in data["pins"].items():
             state._pin(name, pinned)
         return state

@@ -227,8 +227,32 @@ class Fork:
 
 
 @dataclass(frozen=True)
+class RetentionPolicy:
+    """A window over a stream: the first ``protected_prefix`` tokens stay, and of the others the last ``context_budget``.
+
+    What is beyond goes page by page, so up to a page more than the budget stays.
+
+    Raises:
+        InputError: a budget below 1, or a prefix below 0.
+    """
+
+    context_budget: int
+    protected_prefix: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("context_budget", 1), ("protected_prefix", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"{name} of a window is {value!r}; it must be a whole number of at least {least}")
+
+    def most_tokens(self, page_size: int) -> int:
+        """Tokens such a stream holds at most after a step of one token."""
+        return self.protected_prefix + self.context_budget + 2 * page_size
+
+
+@dataclass(frozen=True)
 class Step:
-    """One batched forward: every row runs the same walk of the same node."""
+    """One batched forward: every row runs the same walk of the same node; ``windows`` are declared with it."""
 
     index: int
     node: str
@@ -236,6 +260,7 @@ class Step:
     segments: tuple[Segment, ...]
     forks: tuple[Fork, ...] = ()
     commit: bool = True
+    windows: Mapping[StreamKey, RetentionPolicy] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -328,7 +353,14 @@ class AdmitRuntimeError:
     message: str
 
 
-Refusal: TypeAlias = AllocationFailed | RequestOffloading | GrantDeferred | AdmissionDeferred | AdmitRuntimeError
+@dataclass(frozen=True)
+class ReadPending:
+    """What ``rid`` reads from a peer is still on its way."""
+
+    rid: RequestId
+
+
+Refusal: TypeAlias = AllocationFailed | RequestOffloading | GrantDeferred | AdmissionDeferred | ReadPending | AdmitRuntimeError
 
 
 # -- why a prompt token was computed -----------------------------------------------------------------------------------
@@ -378,6 +410,44 @@ class PageStore(Protocol):
 
     def from_host(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
         """Copy host pages onto device pages."""
+        ...
+
+
+@dataclass(frozen=True)
+class PublishedStream:
+    """What a peer may read of one stream while its request lives.
+
+    ``source`` names the pool and how to reach it. ``reset_generation`` moves when the content is rewound or replaced.
+    """
+
+    seq_len: int
+    source: str
+    pages: tuple[int, ...]
+    reset_generation: int
+    layout: KVLayout
+    root: bytes = b""
+    world_size: int = 1
+
+
+class PendingRead(Protocol):
+    """Pages on their way from a peer."""
+
+    def done(self) -> bool:
+        """True once ``wait`` returns at once."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the end, a bounded time, and raise what went wrong."""
+        ...
+
+
+class PageTransport(Protocol):
+    """Reads the pages of peers. ``source`` is how peers name the pool of this side."""
+
+    source: str
+
+    def read(self, source: str, src: Sequence[int], dst: Sequence[int]) -> PendingRead:
+        """Begin to copy pages ``src`` of a peer onto own pages ``dst``, whole pages, all layers, K and V."""
         ...
 
 
@@ -489,7 +559,7 @@ class Resource:
         return True
 
     def get_offload_priority(self, rid: RequestId) -> int:
-        """Device pages an offload would free."""
+        """Device pages the request holds, shared ones included; 0 when it cannot be offloaded now."""
         return 0
 
     def cached_misses(self, rid: RequestId) -> Sequence[Miss]:

@@ -24,6 +24,7 @@ PAST_PROMPT = "a keyed text walk wrote past the laid-out prompt"
 UNSEEN_TOKENS = "the stream holds tokens the keys never saw"
 MOVED_PAGES = "a window moved the pages"
 CACHE_RESET = "reset"
+REMOTE_REWIND = "the peer it is read from began anew"
 FORK_TARGET = "the stream became a fork target"
 
 
@@ -94,6 +95,10 @@ class PrefixChain:
         while len(self.unkeyed) >= (room := self.page_size - _item_slots(self.tail_items, self.page_size)):
             self._key_page(self.unkeyed[:room])
             del self.unkeyed[:room]
+
+    def freeze(self) -> None:
+        """What is generated from now on is not keyed: a peer holds the tokens before it."""
+        self.unkeyed = None
 
     def _key_page(self, ids: Sequence[int]) -> None:
         prev = self.keys[self.keyed_pages - 1] if self.keyed_pages else b""

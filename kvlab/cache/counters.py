@@ -12,7 +12,10 @@ class KVCounters:
     """Running totals since the resource was made.
 
     ``probes`` = prompts looked up, each try counted; ``hits`` = those admitted with pages lent, and ``matched_*`` what was
-    lent to them. ``chains_ended`` counts by reason.
+    lent to them. ``offloads`` and ``reloads`` count requests, ``dropped_commits`` steps whose stream went to the
+    host under them. ``host_hits`` = hits for which cached pages came back from the host, ``host_matched_pages`` of
+    ``matched_pages``; ``host_kept_pages`` went there when they were evicted, and ``host_dropped_pages`` had to leave again.
+    ``chains_ended`` counts by reason.
     """
 
     probes: int = 0
@@ -22,6 +25,14 @@ class KVCounters:
     matched_tokens: int = 0
     committed_tokens: int = 0
     refused_admits: int = 0
+    offloads: int = 0
+    offloaded_pages: int = 0
+    reloads: int = 0
+    dropped_commits: int = 0
+    host_hits: int = 0
+    host_matched_pages: int = 0
+    host_kept_pages: int = 0
+    host_dropped_pages: int = 0
     chains_ended: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:

@@ -118,6 +118,8 @@ class Filing:
 
     def _file(self, stream: CacheStream, chain: PrefixChain, index: PrefixIndex) -> None:
         filled = chain.pages_filled(stream.stored_len)
+        if stream.is_windowed:
+            filled = min(filled, stream.protected_prefix // self._pool.page_size)
         if chain.cursor >= filled:
             return
         parent = self._parent(stream, chain, index)

@@ -18,7 +18,7 @@ from kvlab.cache.pool import PagePool
 from kvlab.cache.stream import CacheStream
 from kvlab.cache.table import StreamTable
 from kvlab.errors import InputError, IntegrityError
-from kvlab.spec import AllocationFailed, Fork, GrantDeferred, PageStore, Step, StepContext, StreamKey
+from kvlab.spec import Fork, PageStore, Refusal, RequestOffloading, Step, StepContext, StreamKey
 
 
 class OpenFork(NamedTuple):
@@ -69,11 +69,11 @@ class Forks:
                 "fork onto a label of its own"
             )
 
-    def reserve(
-        self, opened: OpenFork, growth: Mapping[StreamKey, int], step_index: int
-    ) -> AllocationFailed | GrantDeferred | None:
+    def reserve(self, opened: OpenFork, growth: Mapping[StreamKey, int], step_index: int) -> Refusal | None:
         """Give the target pages for what it will hold; it has no keyed history from now on."""
         fork, source, target = opened
+        if source.offloaded or target.offloaded:
+            return RequestOffloading(source.rid)
         self._pool.cut_lease(target, 0, "fork target")
         self._filing.end(target, FORK_TARGET, "", target.stored_len)
         total = length_before(source) if fork.when == "pre" else source.stored_len + growth.get(source.key, 0)

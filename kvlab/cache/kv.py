@@ -16,33 +16,36 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvlab import events
-from kvlab.cache.arena import PageArena
 from kvlab.cache.counters import KVCounters
 from kvlab.cache.filing import Filing
 from kvlab.cache.forks import Forks
-from kvlab.cache.index import PrefixIndex
+from kvlab.cache.host import HostPages
 from kvlab.cache.invariants import check_pool
 from kvlab.cache.keys import require_page_size
 from kvlab.cache.ledger import MissLedger
 from kvlab.cache.misses import MissLog
+from kvlab.cache.offloading import Offloading
 from kvlab.cache.pins import Pins
 from kvlab.cache.policies.base import EvictionPolicy
 from kvlab.cache.pool import PagePool
 from kvlab.cache.probing import Prober
+from kvlab.cache.remote import Remote
 from kvlab.cache.stepping import Stepper
-from kvlab.cache.stream import CacheStream
 from kvlab.cache.table import StreamTable
+from kvlab.cache.tier import HostTier
+from kvlab.cache.verbs import PoolVerbs
+from kvlab.cache.windows import Windows
 from kvlab.errors import InputError
 from kvlab.spec import (
     KVLayout,
     Match,
     Miss,
     PageStore,
+    PageTransport,
     PrefixStream,
     Refusal,
     RequestConfig,
     RequestId,
-    Resource,
     Step,
     StepContext,
     StepTables,
@@ -54,17 +57,20 @@ log = logging.getLogger("kvlab.cache")
 BYTES_PER_VALUE = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class KVResource(Resource):
+class KVResource(PoolVerbs):
     """Pages of every stream of a node, and the prefix cache over them.
 
     Args:
         layout: shape of a page; ``layout.page_size`` slots each.
         num_pages: pages of the pool, the sink included.
-        store: moves bytes for forks; None is enough without them.
+        store: moves bytes for forks and to the host; None is enough without them.
         policy: eviction policy, by name or as an object.
         prefix_cache: False never opens the index.
         salt: folded into the root.
         world_size: above 1 the index stays shut.
+        cpu_offload_pages: host pages for requests that make room for others.
+        host_tier_pages: host pages for cached pages that were evicted; the store must have as many as both together.
+        transport: reads pages of peers, for requests that were begun elsewhere.
         max_pinned_pages: most pages that ``pins`` may hold; None = half of those usable.
         check_invariants: check the pool after admit, commit, reset and remove; None = the environment's ``KVLAB_CHECK=1``.
         record: told of every event; None = no event is built.
@@ -87,6 +93,9 @@ class KVResource(Resource):
         prefix_cache: bool = True,
         salt: str = "",
         world_size: int = 1,
+        cpu_offload_pages: int = 0,
+        host_tier_pages: int = 0,
+        transport: PageTransport | None = None,
         max_pinned_pages: int | None = None,
         check_invariants: bool | None = None,
         record: Callable[[events.Event], None] | None = None,
@@ -99,15 +108,21 @@ class KVResource(Resource):
         self.prefix_cache, self.salt, self.world_size = prefix_cache, salt, world_size
         self.counters = KVCounters()
         self.epoch = 0  # moves when everything cached is dropped
-        self._pool = PagePool(num_pages, layout.page_size, policy, record, miss_log)
+        self._lock = threading.RLock()
+        self._pool = PagePool(num_pages, layout.page_size, policy, record, miss_log, cpu_offload_pages)
         self._filing = Filing(self._pool, self.counters)
         self._table = StreamTable(self._pool, self._filing)
         self._ledger = MissLedger(self._pool, self._filing, key)
         self._prober = Prober(key, self._pool, self._filing, self._table, self._ledger, self.counters)
         forks = Forks(self._pool, self._filing, self._table, store)
-        self._stepper = Stepper(self._pool, self._filing, self._table, forks, self._ledger, self.counters)
+        self._offloading = Offloading(key, self._pool, self._table, store, self.counters, self._lock)
+        self._remote = Remote(key, self._pool, self._filing, self._table, layout, world_size, transport)
+        self._stepper = Stepper(self._pool, self._filing, self._table, forks, self._remote, self._ledger, self.counters)
+        tier_pages = HostPages(host_tier_pages, first=cpu_offload_pages, name="host_tier_pages")
+        if tier_pages.num_pages:
+            self._pool.tier = HostTier(tier_pages, _copier(store, key), self.counters, record)
+        self._windows = Windows(self._pool)
         self._checks = os.environ.get("KVLAB_CHECK") == "1" if check_invariants is None else check_invariants
-        self._lock = threading.RLock()
         self.pins = Pins(self._pool, self._filing, self._lock, max_pinned_pages)
         if record is not None:
             page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])
@@ -118,84 +133,7 @@ class KVResource(Resource):
         size, free = self.page_size, self.arena.num_free
         return f"KVResource({self.key!r}, {self.usable_pages} usable pages of {size} slots, {free} free, {cached})"
 
-    # -- what one may look at
-
-    @property
-    def arena(self) -> PageArena:
-        """The pages."""
-        return self._pool.arena
-
-    @property
-    def index(self) -> PrefixIndex | None:
-        """The prefix index, None while it is shut."""
-        return self._pool.index
-
-    @property
-    def usable_pages(self) -> int:
-        """Pages of the pool less the sink."""
-        return self.arena.num_pages - 1
-
-    def pages_needed(self, num_tokens: int) -> int:
-        """Pages that ``num_tokens`` slots of one stream need."""
-        return self._pool.pages_for(num_tokens)
-
-    # -- what an admission gate asks
-
-    def guard_grants(self, may_grant: Callable[[RequestId, int], bool]) -> None:
-        """Ask ``may_grant(rid, num_pages)`` before fresh pages go to a stream; a no is a GrantDeferred."""
-        self._pool.may_grant = may_grant
-
-    def supply_pages(self, excluding: Sequence[int] = ()) -> int:
-        """Free pages and those eviction could reach, ``excluding`` left out."""
-        with self._lock:
-            evictable = 0 if self.index is None else self.index.evictable_count(excluding)
-            return self.arena.num_free + evictable
-
-    def supply_mark(self) -> tuple[int, ...]:
-        """A value that stays the same while ``supply_pages`` cannot have changed."""
-        return self.arena.num_free, self.arena.owner_changes
-
-    def peek_prefix(self, rid: RequestId) -> list[int]:
-        """Pages of the index that a request would be lent now, all labels; touches nothing."""
-        with self._lock:
-            return [page for stream in self.streams_of(rid).values() for page in self._prober.peek(stream)]
-
-    def lease_prefix(self, rid: RequestId) -> int:
-        """Hold those pages for the request until its first step is admitted; returns their number."""
-        with self._lock:
-            return sum(self._prober.lease(stream) for stream in self.streams_of(rid).values())
-
-    def pages_taken(self, rid: RequestId) -> tuple[int, int]:
-        """Pages of a request: (taken from the free list, lent by the index or leased)."""
-        with self._lock:
-            streams = self.streams_of(rid).values()
-            lent = sum(stream.hits + len(stream.lease or ()) for stream in streams)
-            return sum(len(stream.page_indices) - stream.hits for stream in streams), lent
-
-    def stream(self, rid: RequestId, label: str = "main") -> CacheStream:
-        """The stream of (rid, label), to read.
-
-        Raises:
-            InputError: there is none.
-        """
-        with self._lock:
-            streams = self.streams_of(rid)
-            if label not in streams:
-                raise InputError(f"request {rid!r} has no stream {label!r}; it has {sorted(streams)}")
-            return streams[label]
-
-    def streams_of(self, rid: RequestId) -> Mapping[str, CacheStream]:
-        """Streams of a request by label; none for an unknown request."""
-        return self._table.streams_of(rid)
-
-    def stored_tokens(self, rid: RequestId, label: str = "main") -> int:
-        """Slots of (rid, label) that are written."""
-        return self.stream(rid, label).stored_len
-
-    def page_keys(self, rid: RequestId, label: str = "main") -> list[bytes]:
-        """Keys of the stream's whole pages, generated ones included; empty when it has no chain."""
-        chain = self.stream(rid, label).chain
-        return [] if chain is None else chain.keys[: chain.keyed_pages]
+    # -- what it is made of
 
     def root_fields(self) -> Mapping[str, Any]:
         shape = self.layout
@@ -256,6 +194,7 @@ class KVResource(Resource):
             self._table.ingest(rid, config)
 
     def reset_request(self, rid: RequestId, free: bool = False) -> None:
+        self._remote.wait(rid)
         with self._lock:
             request = self._table.requests.get(rid)
             if request is not None:
@@ -263,6 +202,7 @@ class KVResource(Resource):
                 self._check()
 
     def remove_request(self, rid: RequestId) -> None:
+        self._remote.wait(rid)
         with self._lock:
             self._table.remove(rid)
             self._check()
@@ -337,6 +277,13 @@ class KVResource(Resource):
     def cleanup(self) -> None:
         with self._lock:
             for rid in list(self._table.requests):
+                self._remote.wait(rid)
                 self._table.remove(rid)
             self.pins.unpin_all("cleanup")
             self._pool.clear_index("cleanup", self.epoch)
+
+
+def _copier(store: PageStore | None, key: str) -> PageStore:
+    if store is None:
+        raise InputError(f"{key}: host_tier_pages are given and there is no PageStore to copy pages with; give it one")
+    return store

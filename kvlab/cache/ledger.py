@@ -32,7 +32,7 @@ class MissLedger:
 
     def note(self, request: KVRequest, stream: CacheStream, num_tokens: int, cause: str, evidence: str) -> None:
         """The next ``num_tokens`` prompt slots of ``stream`` will be computed because of ``cause``."""
-        start = stream.stored_len
+        start = stream.host_len if stream.offloaded else stream.stored_len
         if num_tokens:
             miss = Miss(stream.label, start, start + num_tokens, cause, evidence)
             request.notes.setdefault(stream.label, {})[start] = (miss,)
@@ -69,18 +69,22 @@ class MissLedger:
 
     def _report(self, stream: CacheStream, chain: PrefixChain, counters: KVCounters) -> None:
         keyed, matched_tokens = chain.prompt_slots // self._pool.page_size, self._held(stream)
+        matched_pages = matched_tokens // self._pool.page_size
         counters.prompts_admitted += 1
-        counters.hits += stream.hits > 0
-        counters.matched_pages += stream.hits
+        counters.hits += matched_pages > 0
+        counters.matched_pages += matched_pages
         counters.matched_tokens += matched_tokens
+        from_host = 0 if stream.recalled_from is None else max(0, matched_pages - stream.recalled_from)
+        counters.host_hits += from_host > 0
+        counters.host_matched_pages += from_host
         if self._pool.record is not None:
             self._pool.record(
-                events.PrefixMatched(stream.rid, stream.label, stream.hits, keyed, matched_tokens, chain.prompt_slots)
+                events.PrefixMatched(stream.rid, stream.label, matched_pages, keyed, matched_tokens, chain.prompt_slots)
             )
-        is_whole = stream.hits == chain.match_limit(chain.prompt_slots) > 0
+        is_whole = matched_pages == chain.match_limit(chain.prompt_slots) > 0
         log.info(
             "%s: request %r, stream %r: matched %d of its %d keyed pages%s",
-            *(self._key, stream.rid, stream.label, stream.hits, keyed),
+            *(self._key, stream.rid, stream.label, matched_pages, keyed),
             ", the whole prompt but its last page" if is_whole else "",
         )
 

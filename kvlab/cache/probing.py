@@ -40,6 +40,9 @@ class Prober:
             self._ledger.note_unkeyed(request, stream, walk, num_tokens)
             return None
         stream.lease_agreed = False  # each try is cut anew
+        if stream.offloaded:
+            self._ledger.note(request, stream, num_tokens, "not_fresh", "what the stream stores is on the host")
+            return None
         if stream.converted:
             return Match(stream.stored_len, stream.stored_len)  # a refused batch admit asks again: same answer
         if stream.lease is not None:
@@ -70,7 +73,8 @@ class Prober:
         self._counters.probes += 1
         if pages:
             self._pool.lease(stream, pages)
-        return self._match(pages)
+        self._pool.recall(stream, chain, index, limit)
+        return self._match(stream.lease or [])
 
     def peek(self, stream: CacheStream) -> list[int]:
         """Pages that a look-up would lease for a stream that has not begun."""
@@ -81,13 +85,17 @@ class Prober:
         return index.peek(stream.root, chain.keys)[: chain.match_limit(chain.first_span_slots)]
 
     def lease(self, stream: CacheStream) -> int:
-        """Lease them; returns their number. The probe of the first step finds the lease and takes no second one."""
-        if not self.peek(stream) or stream.chain is None or self._pool.index is None:
+        """Lease them, and what follows them on the host; returns the number of the former.
+
+        The probe of the first step finds the lease and takes no second one.
+        """
+        num_pages, index, tier = len(self.peek(stream)), self._pool.index, self._pool.tier
+        if stream.chain is None or index is None:
             return 0
-        pages = self._pool.index.lookup(stream.root, stream.chain.keys)
-        self._pool.lease(stream, pages[: stream.chain.match_limit(stream.chain.first_span_slots)])
-        self._counters.probes += 1
-        return len(stream.lease or ())
+        is_on_host = tier is not None and (stream.root, stream.chain.keys[num_pages]) in tier
+        if stream.is_fresh and stream.lease is None and (num_pages or is_on_host):
+            self._look_up(stream, stream.chain, index, stream.chain.first_span_slots)
+        return num_pages
 
     def agree(self, stream: CacheStream, slots: int) -> None:
         """The step is cut to ``slots``: keep the leased pages that cover them."""

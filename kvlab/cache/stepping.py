@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from kvlab import events
 from kvlab.cache.arena import SINK
 from kvlab.cache.counters import KVCounters
@@ -9,10 +11,14 @@ from kvlab.cache.filing import Filing
 from kvlab.cache.forks import Forks, OpenFork, length_before
 from kvlab.cache.ledger import MissLedger
 from kvlab.cache.pool import PagePool
+from kvlab.cache.remote import Remote
 from kvlab.cache.stream import CacheStream
 from kvlab.cache.table import StreamTable
+from kvlab.cache.windows import Windows
 from kvlab.errors import InputError, IntegrityError
-from kvlab.spec import AllocationFailed, GrantDeferred, Segment, Step, StepContext, StepRow, StreamKey
+from kvlab.spec import Refusal, RequestOffloading, Segment, Step, StepContext, StepRow, StreamKey
+
+log = logging.getLogger("kvlab.cache")
 
 Row = tuple[CacheStream, int]  # a stream and the tokens its step adds
 
@@ -21,22 +27,37 @@ class Stepper:
     """Admits, tables and commits steps. Callers hold the lock of the KV resource."""
 
     def __init__(
-        self, pool: PagePool, filing: Filing, table: StreamTable, forks: Forks, ledger: MissLedger, counters: KVCounters
+        self,
+        pool: PagePool,
+        filing: Filing,
+        table: StreamTable,
+        forks: Forks,
+        remote: Remote,
+        ledger: MissLedger,
+        counters: KVCounters,
     ) -> None:
         self._pool, self._filing, self._table, self._forks = pool, filing, table, forks
-        self._ledger, self._counters = ledger, counters
+        self._remote, self._ledger, self._counters = remote, ledger, counters
+        self._windows = Windows(pool)
 
     # -- admit: reservation only
 
-    def admit(self, step: Step, ctx: StepContext) -> AllocationFailed | GrantDeferred | None:
+    def admit(self, step: Step, ctx: StepContext) -> Refusal | None:
         """Turn leases into pages, reserve what the step writes, and mark its streams; or say who lacks pages.
 
         Conversions and pages that were made stay with their streams, so that the next try makes none twice.
         """
         rows = self._rows(step, ctx)
         forks = self._forks.of_step(step, ctx)
-        for stream, _ in rows:
+        for stream in (*(stream for stream, _ in rows), *(stream for fork in forks for stream in fork[1:])):
+            if unsettled := self._remote.settle(stream):
+                return unsettled
+            if stream.offloaded:
+                return RequestOffloading(stream.rid)
+        for stream, span in rows:
             self._convert(stream)
+            if stream.key in step.windows:
+                self._windows.check(stream, step.windows[stream.key], stream.stored_len + span)
         refusal = self._reserve(step, rows, forks)
         if refusal is not None:
             self._counters.refused_admits += 1
@@ -76,7 +97,7 @@ class Stepper:
             if stream.chain is not None:
                 stream.chain.cursor = stream.hits
 
-    def _reserve(self, step: Step, rows: list[Row], forks: list[OpenFork]) -> AllocationFailed | GrantDeferred | None:
+    def _reserve(self, step: Step, rows: list[Row], forks: list[OpenFork]) -> Refusal | None:
         """Fork targets, then segments; each stream gets all it needs or nothing, and earlier ones keep what they got."""
         growth: dict[StreamKey, int] = {stream.key: span for stream, span in rows}
         for fork in forks:
@@ -120,7 +141,7 @@ class Stepper:
         for segment in step.segments:
             stream = landed.get((segment.rid, segment.label))
             if stream is not None and segment.span:
-                self._commit(stream, step.walk, segment.span, ctx)
+                self._commit(stream, step, segment.span, ctx)
         for fork in step.forks:
             target = landed.get((fork.rid, fork.target))
             if target is not None and fork.when == "post":
@@ -135,15 +156,23 @@ class Stepper:
             stream.step_in_flight = False
         return landed
 
-    def _commit(self, stream: CacheStream, walk: str, span: int, ctx: StepContext) -> None:
+    def _commit(self, stream: CacheStream, step: Step, span: int, ctx: StepContext) -> None:
+        walk = step.walk
+        if stream.offloaded:  # the host copy was made before the write
+            self._counters.dropped_commits += 1
+            log.warning("stream %r was offloaded during a step of walk %r: its %d tokens are dropped", stream.key, walk, span)
+            return
         stream.stored_len += span
         stream.converted = False
         stream.generation += 1
         self._counters.committed_tokens += span
         if self._pool.record is not None:
             self._pool.record(events.StreamCommitted(stream.rid, stream.label, walk, span, stream.stored_len))
+        if stream.key in step.windows:
+            self._windows.adopt(stream, step.windows[stream.key])
         if not ctx.capture:
             self._filing.after_commit(stream, walk, span)
+        self._windows.apply(stream)
 
     def abort(self, step: Step, ctx: StepContext) -> None:
         """The writes did not happen: nothing is filed, and the streams may be admitted again."""

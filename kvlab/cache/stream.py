@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvlab.cache.chain import PrefixChain
-from kvlab.spec import RequestId, Retention, StreamKey
+from kvlab.spec import PendingRead, RequestId, Retention, RetentionPolicy, StreamKey
 
 
 class RootName(NamedTuple):
@@ -46,15 +46,24 @@ class CacheStream:
     page_indices: list[int] = field(default_factory=list)
     stored_len: int = 0
     released: int = 0  # tokens compacted out of the front by a window
+    protected_prefix: int = 0  # tokens that no window releases
+    window: RetentionPolicy | None = None
     chain: PrefixChain | None = None
     chain_end: ChainEnd | None = None
     lease: list[int] | None = None
+    recalled_from: int | None = None  # leading pages found on the device; those after them came back from the host
     lease_agreed: bool = False  # the engine trimmed the step to the lease
     converted: bool = False  # a lease became pages and its step has not committed yet
     hits: int = 0  # leading pages lent by the index
     generation: int = 0  # moves when pages or bytes change
     reset_generation: int = 0  # moves when the content is rewound or replaced
+    peer: tuple[str, int] | None = None  # source and logical epoch of what was retrieved
+    read: PendingRead | None = None  # pages on their way from a peer
+    read_error: str = ""  # a read failed: what is stored is not what it should be
     step_in_flight: bool = False
+    offloaded: bool = False  # on the host, or on its way there
+    host_pages: list[int] = field(default_factory=list)
+    host_len: int = 0  # slots stored on them
     reported: bool = False
     retention: tuple[Retention, ...] = ()  # how long its pages should stay cached
 
@@ -64,6 +73,11 @@ class CacheStream:
         return self.rid, self.label
 
     @property
+    def is_windowed(self) -> bool:
+        """True once a window was declared: only protected pages are filed then."""
+        return self.window is not None or self.protected_prefix > 0
+
+    @property
     def is_fresh(self) -> bool:
-        """True while nothing is stored: only then can the stream hit."""
-        return self.stored_len == 0
+        """True while nothing is stored, on the host neither: only then can the stream hit."""
+        return self.stored_len == 0 and not self.offloaded

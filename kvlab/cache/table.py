@@ -89,17 +89,21 @@ class StreamTable:
     def rewind(self, request: KVRequest, free: bool) -> None:
         """Back to the beginning; pages stay unless ``free``, or unless others read one of them."""
         for stream in request.streams.values():
-            self._rewind(stream, free)
+            self.rewind_stream(stream, free)
         request.notes.clear()
         self.seed(request)
 
-    def _rewind(self, stream: CacheStream, free: bool) -> None:
+    def rewind_stream(self, stream: CacheStream, free: bool) -> None:
+        """Nothing is stored any more, and there is no chain."""
         self._pool.cut_lease(stream, 0, "reset")
         if free or self._pool.arena.any_sealed(stream.page_indices):
             self._pool.release_pages(stream, "reset")  # the next write may not land in bytes that others read
+        self._pool.drop_host_copy(stream, "reset")
         self._pool.set_length(stream, 0, "reset")
         stream.converted = stream.lease_agreed = stream.step_in_flight = False
-        stream.hits = stream.released = 0
+        stream.hits = stream.released = stream.protected_prefix = 0
+        stream.window = stream.recalled_from = stream.peer = None
+        stream.read, stream.read_error = None, ""
         stream.chain = stream.chain_end = None
         stream.generation += 1
         stream.reset_generation += 1
@@ -110,6 +114,7 @@ class StreamTable:
         for stream in request.streams.values() if request is not None else ():
             self._pool.cut_lease(stream, 0, "removed")
             self._pool.release_pages(stream, "removed")
+            self._pool.drop_host_copy(stream, "removed")
 
     def drop_leases(self) -> None:
         """No stream holds a lease any more."""

@@ -182,21 +182,31 @@ def _report_opening(model: ModelSpec, resource: Resource, streams: Mapping[str, 
 
 
 def report_sizing(
-    resource: str, *, usable_pages: int, page_size: int, max_seq_len: int, max_concurrent_requests: int | None
+    resource: str,
+    *,
+    usable_pages: int,
+    page_size: int,
+    max_seq_len: int,
+    max_concurrent_requests: int | None,
+    cpu_offload_pages: int = 0,
 ) -> None:
     """Log whether the pool holds the longest contexts of all requests that may run side by side.
 
-    A warning when it does not; one line of advice when it does, or when their number is not bounded.
+    A warning when it does not and there are no host pages; one line of advice otherwise.
     """
     pages_each = -(-max_seq_len // page_size)
-    if max_concurrent_requests is not None and max_concurrent_requests * pages_each > usable_pages:
+    is_bounded_badly = max_concurrent_requests is not None and max_concurrent_requests * pages_each > usable_pages
+    if is_bounded_badly and not cpu_offload_pages:
         logger.warning(
             "%s: %d usable pages do not hold max_concurrent_requests=%d contexts of %d tokens (%d pages each); lower "
-            "max_concurrent_requests to %d or give the pool more pages, or requests will wait for pages",
+            "max_concurrent_requests to %d, give the pool more pages, or give host pages (cpu_offload_pages), or requests will "
+            "wait for pages",
             resource, usable_pages, max_concurrent_requests, max_seq_len, pages_each, max(1, usable_pages // pages_each),
         )  # fmt: skip
         return
     logger.info(
-        "%s: %d usable pages of %d slots hold %d contexts of %d tokens; max_concurrent_requests (%s) bounds how many run",
+        "%s: %d usable pages of %d slots hold %d contexts of %d tokens; max_concurrent_requests (%s) bounds how many run, "
+        "and cpu_offload_pages (%d) is where some of them may make room",
         resource, usable_pages, page_size, usable_pages // pages_each, max_seq_len, max_concurrent_requests or "not set",
+        cpu_offload_pages,
     )  # fmt: skip

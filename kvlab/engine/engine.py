@@ -15,12 +15,14 @@ from kvlab.engine.chunks import ChunkRule
 from kvlab.engine.declare import check_declaration, moved_root, open_caches
 from kvlab.engine.gate import AdmissionOptions, Gate
 from kvlab.engine.handle import RequestHandle, finished
+from kvlab.engine.handover import HandedOver
 from kvlab.engine.holds import HoldLog
 from kvlab.engine.intake import Intake
 from kvlab.engine.interrupts import deferred_interrupts
+from kvlab.engine.offloads import Offloads
 from kvlab.engine.positions import Positions
 from kvlab.engine.preprocess import PreprocessWorker
-from kvlab.engine.request import GenerationResult, Request, StreamChunk, read_options
+from kvlab.engine.request import GenerationResult, Request, RequestOptions, StreamChunk, read_options
 from kvlab.engine.run import Run
 from kvlab.engine.sampler import Sampled, Sampler
 from kvlab.engine.skip import SkipStage
@@ -38,7 +40,16 @@ from kvlab.events import (
     TokensMissed,
 )
 from kvlab.recorder import Recorder
-from kvlab.spec import AllocationFailed, ModelSpec, Prompt, RequestConfig, RequestId, Resource, Walk
+from kvlab.spec import (
+    AllocationFailed,
+    ModelSpec,
+    Prompt,
+    ReadPending,
+    RequestConfig,
+    RequestId,
+    Resource,
+    Walk,
+)
 
 logger = logging.getLogger("kvlab.engine")
 
@@ -57,6 +68,7 @@ class Engine:
         recorder: keeps events; None records nothing and costs nothing.
         clock: seconds, monotone.
         seed: of all sampling; a request's own ``seed`` overrides it.
+        offload_policy: which request goes to the host when an older one lacks pages: "lru" or "priority".
         profile: "kvlab", or "published" for the published system's boundaries.
 
     Raises:
@@ -80,6 +92,7 @@ class Engine:
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
+        offload_policy: str = "lru",
         profile: str = "kvlab",
     ) -> None:
         self.model, self.kv, self.attention = model, kv, attention
@@ -97,6 +110,7 @@ class Engine:
         self._rids = itertools.count(1)
         self._gate = Gate(kv, admission or AdmissionOptions(), rounds_left=self._rounds_left, record=recorder)
         kv.guard_grants(self._gate.may_grant)
+        self._offloads = Offloads(kv, self._gate, self._running, self._intake.claim, policy=offload_policy)
         kv.pins.can_spare = self._gate.can_spare
         self._is_short = False  # an admitted request was held in the last round
         self._round, self._in_step = 0, False
@@ -114,6 +128,7 @@ class Engine:
             sampler=self.sampler,
             skip=SkipStage(model, self._resources, profile=profile),
             chunks=chunks or ChunkRule(),
+            make_room=self._offloads.make_room,
             settle=self._settle,
             record=recorder,
         )
@@ -142,14 +157,20 @@ class Engine:
             InputError: an unknown or illegal option, a prompt that cannot be tokenised, that overflows the context, or that
                 needs more pages than the pool has.
         """
-        request = Request(next(self._rids), prompt, read_options({**self.model.default_options, **options}))
+        return self._handle(self._submit(prompt, read_options({**self.model.default_options, **options})))
+
+    def _handle(self, run: Run) -> RequestHandle:
+        return RequestHandle(run, step=self.step, cancel=self._cancel)
+
+    def _submit(self, prompt: Prompt, options: RequestOptions, handed: HandedOver | None = None) -> Run:
+        request = Request(next(self._rids), prompt, options)
         self._notice_changed_weights()
-        run = Run(request, self.preprocess.submit(prompt, request.options.fields), self._clock(), self._round)
+        run = Run(request, self.preprocess.submit(prompt, request.options.fields), self._clock(), self._round, handed=handed)
         if run.future.done():
             self._prepare(run)
         self._waiting.append(run)
         self._in_flight[run.rid] = run
-        return RequestHandle(run, step=self.step, cancel=self._cancel)
+        return run
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[StreamChunk]:
         """Yield the tokens of one request as they come; leaving the loop early cancels it."""
@@ -200,6 +221,7 @@ class Engine:
         with deferred_interrupts():
             self._collect_prepared()
             self._end_overdue()
+            self._offloads.bring_back()
             self._start_waiting()
         self._in_step = True
         try:
@@ -210,11 +232,36 @@ class Engine:
             for outcome in outcomes:
                 self._take_outcome(outcome)
             num_ran = sum(outcome.num_ran for outcome in outcomes)
-            held = [run for outcome in outcomes for run, _ in outcome.held if run.result is None]
+            num_ran += self._await_reads(outcomes) if num_ran == 0 else 0
+            held = [run for o in outcomes for run, why in o.held if run.result is None and not isinstance(why, ReadPending)]
             self._is_short = bool(held)
+            held = held or (self._offloads.parked if num_ran == 0 else [])
             if held and not self._preempt_for(held, num_ran) and num_ran == 0:
                 self._stop_if_stalled(held)
         return num_ran
+
+    def hand_over(self, handle: RequestHandle) -> HandedOver:
+        """Let a request that has begun to generate rest here, so that another engine can go on with it.
+
+        Its pages stay until ``handle.cancel()``, which is due once the other engine has taken it over.
+
+        Raises:
+            InputError: the request has no token yet, or has ended.
+        """
+        run = next((r for r in self._running if r.rid == handle.rid), None)
+        if run is None or not run.generated or run.is_parked:
+            raise InputError(f"request {handle.rid} cannot be handed over: it is not running, has no token, or is on the host")
+        run.is_handed_over = True
+        published = {resource.key: resource.publish(run.rid) for resource in self._resources}
+        return HandedOver(run.prompt_ids, tuple(run.generated), run.walk_index, run.request.options, published)
+
+    def take_over(self, handed: HandedOver) -> RequestHandle:
+        """Go on with a request that another engine began; the tokens it has are the first of its reply.
+
+        Raises:
+            InputError: as ``submit``.
+        """
+        return self._handle(self._submit(list(handed.prompt_ids), handed.options, handed))
 
     def pin(self, prompt: Prompt, *, name: str, salt: str = "", fields: Mapping[str, Any] | None = None) -> int:
         """Keep the whole pages of ``prompt`` cached under ``name`` until ``unpin``; what is not cached yet is computed.
@@ -283,6 +330,10 @@ class Engine:
 
     def _prepare(self, run: Run) -> None:
         self._intake.prepare(run, run.future.result())
+        if run.handed is not None:
+            run.walk_index = run.handed.walk_index
+            for token in run.handed.generated:
+                run.take(Sampled(token), self._clock())
         if self.recorder is not None:
             options = run.request.options
             self.recorder(RequestSubmitted(run.rid, len(run.prompt_ids), options.max_tokens, options.name))
@@ -297,6 +348,8 @@ class Engine:
     def _start_waiting(self) -> None:
         if self._is_short and self._running and self._gate.options.preempts:
             return  # what was just given back is for those that were held
+        if self._offloads.parked:
+            return  # those that made room come first
         while self._waiting:
             if not self._waiting[0].prepared:
                 if self._running:
@@ -334,6 +387,8 @@ class Engine:
     def _groups(self) -> Iterator[tuple[Walk, list[Run]]]:
         groups: dict[str, list[Run]] = {}
         for run in self._running:
+            if run.rests:
+                continue
             groups.setdefault(run.walk, []).append(run)
         # prefills first: a first token is waited for, and a decode step does not depend on its neighbours
         for name in sorted(groups, key=lambda name: self._walks[name].loops):
@@ -341,6 +396,8 @@ class Engine:
 
     def _take_outcome(self, outcome: Outcome) -> None:
         for run, refusal in outcome.held:
+            if isinstance(refusal, ReadPending):
+                continue
             run.held_steps += 1
             short = refusal.pages_short if isinstance(refusal, AllocationFailed) else 0
             self._hold_log.held(self._walks[run.walk].node, run.rid, short)
@@ -348,6 +405,13 @@ class Engine:
                 self.recorder(RequestHeld(run.rid, getattr(refusal, "label", "main"), short))
         for run, error in outcome.failed:
             self._end(run, "error", error)
+
+    def _await_reads(self, outcomes: Sequence[Outcome]) -> int:
+        """Nobody could run: wait for what is read from peers. Returns how many were waited for."""
+        reading = [run.rid for outcome in outcomes for run, why in outcome.held if isinstance(why, ReadPending)]
+        for rid in reading:
+            self.kv.await_reads(rid)
+        return len(reading)
 
     def _settle(self, run: Run, walk: Walk, sampled: Sampled | Exception | None, walk_done: bool) -> None:
         """A row's step is committed: take its token, check for the end, extend its chain, move on in the schedule."""
@@ -403,9 +467,11 @@ class Engine:
     def _preempt_for(self, held: Sequence[Run], num_ran: int) -> bool:
         """Send the newest request back to the queue when a decode lacks a page, or when nobody could run."""
         needy = next((run for run in held if num_ran == 0 or self._walks[run.walk].loops), None)
-        if needy is None or not self._gate.options.preempts or len(self._running) < 2:
+        at_work = [run for run in self._running if not run.rests]
+        victims = [run for run in at_work if run.can_start_over]
+        if needy is None or not self._gate.options.preempts or len(at_work) < 2 or not victims:
             return False
-        self._preempt(self._running[-1], needy)
+        self._preempt(victims[-1], needy)
         return True
 
     def _preempt(self, victim: Run, needy: Run) -> None:
@@ -425,8 +491,9 @@ class Engine:
         settings = ", ".join(f"{name} is {value}" for name, value in self._gate.facts().items())
         error = StallError(
             f"all {len(held)} running requests wait for pages and nothing can free one: {live} of {self.kv.usable_pages} "
-            f"usable pages are in use (page size {self.kv.page_size}); {settings}; give the pool more pages (num_pages), set "
-            "max_concurrent_requests so that all of them fit at their final length, or admit with admission='reserve'"
+            f"usable pages are in use (page size {self.kv.page_size}); {settings}; give the pool more pages (num_pages), give "
+            "host pages (cpu_offload_pages), set max_concurrent_requests so that all of them fit at their final length, or "
+            "admit with admission='reserve'"
         )
         if self.recorder is not None:
             self.recorder(Stalled([run.rid for run in held], self.kv.usable_pages, live, settings))

@@ -197,6 +197,15 @@ class Gate:
             self._record(RequestReserved(claim.rid, claim.total_pages, hit_pages, self.outstanding_pages(), len(waiting) - 1))
         return place
 
+    def take_back(self, claim: Claim) -> bool:
+        """Let a request in again whose pages are on the host; it will need all of its claim."""
+        supply = self._pool.supply_pages()
+        if not (claim.total_pages <= supply if self.options.admission == "none" else self._fits(claim, 0, supply)):
+            return False
+        self._claims[claim.rid] = claim
+        self._epoch += 1
+        return True
+
     def _tell_waits(self, claim: Claim, hit_pages: int, supply: int) -> None:
         need = claim.total_pages - hit_pages
         reason = f"needs {need} pages"

@@ -47,8 +47,13 @@ class Intake:
 
     def claim(self, run: Run) -> Claim:
         """What ``run`` will hold until its end."""
-        slots = self._model.slots(run.record, run.tokens_left)
+        tokens = run.request.options.max_tokens - (run.input_tokens - len(run.prompt_ids))
+        slots = self._model.slots(run.record, tokens)
         prompt_pages = sum(self._kv.pages_needed(prompt) for prompt, _ in slots.values())
+        window = run.request.options.window_policy
+        if window is not None:
+            most = window.most_tokens(self._kv.page_size)
+            slots = {label: (prompt, min(end, max(prompt, most))) for label, (prompt, end) in slots.items()}
         total_pages = sum(self._kv.pages_needed(end) for _, end in slots.values())
         return Claim(run.rid, total_pages, prompt_pages, sum(end > prompt for prompt, end in slots.values()))
 
@@ -74,6 +79,11 @@ class Intake:
                 f"the prompt has {prompt_tokens} tokens and max_tokens is {options.max_tokens}: {total} together, and the "
                 f"context of {self._model.name} is {context}; shorten the prompt or ask for at most "
                 f"{max(context - prompt_tokens, 0)} tokens"
+            )
+        if options.window_policy is not None and options.window_policy.protected_prefix > prompt_tokens:
+            raise InputError(
+                f"the window protects {options.window_policy.protected_prefix} tokens and the prompt has {prompt_tokens}; "
+                "protect at most the prompt"
             )
         self._check_token_ids(options)
         pages = self.claim(run).total_pages

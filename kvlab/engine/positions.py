@@ -78,6 +78,13 @@ class Positions(Resource):
                 self._set(segment.rid, segment.label, self.counter(segment.rid, segment.label) + segment.span)
         self._apply_forks(step, ctx, "post")
 
+    def publish(self, rid: RequestId) -> dict[str, int]:
+        return dict(self._counters.get(rid, {}))
+
+    def admit_retrieve(self, rid: RequestId, node: str, walk: str, published: Mapping[str, int]) -> None:
+        for label, counter in published.items():
+            self._set(rid, label, max(self.counter(rid, label), counter))  # never lowered
+
     def cleanup(self) -> None:
         self._counters.clear()
 

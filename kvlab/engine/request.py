@@ -12,7 +12,7 @@ from typing import Any
 
 from kvlab.engine.sampler import SamplingParams
 from kvlab.errors import InputError
-from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention
+from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention, RetentionPolicy
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class RequestOptions:
         retention: how long ranges of its pages should stay cached; needs policy "priority".
         deadline_s: end the request with DeadlineError this long after submission.
         deadline_steps: the same, in engine steps; a held step counts.
+        window: (context_budget, protected_prefix): once the prompt is computed, KV beyond the first ``protected_prefix`` and
+            the last ``context_budget`` tokens is released in whole pages. None keeps all.
         name: how tables and figures call the request.
         on_token: called with each StreamChunk.
         fields: model-specific inputs, handed to the model's prompt processor.
@@ -54,10 +56,16 @@ class RequestOptions:
     retention: tuple[Retention, ...] = ()
     deadline_s: float | None = None
     deadline_steps: int | None = None
+    window: tuple[int, int] | None = None
     name: str = ""
     on_token: Callable[[StreamChunk], None] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    @property
+    def window_policy(self) -> RetentionPolicy | None:
+        """The window as the cache takes it."""
+        return None if self.window is None else RetentionPolicy(*self.window)
 
     def __post_init__(self) -> None:
         _check_whole("max_tokens", self.max_tokens, 0)
@@ -65,6 +73,8 @@ class RequestOptions:
             _check_whole("deadline_steps", self.deadline_steps, 1)
         if self.deadline_s is not None and not (_is_number(self.deadline_s) and self.deadline_s > 0):
             raise InputError(f"deadline_s is {self.deadline_s!r}; give a number of seconds above 0, or None")
+        if self.window is not None:
+            _check_window(self.window)
         for name, kind in (("ignore_eos", bool), ("prefix_cache", bool), ("salt", str), ("name", str)):
             if not isinstance(getattr(self, name), kind):
                 raise InputError(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
@@ -88,6 +98,12 @@ def _is_number(value: Any) -> bool:
 def _check_whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
+def _check_window(window: Any) -> None:
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise InputError(f"window is {window!r}; give (context_budget, protected_prefix), or None")
+    RetentionPolicy(*window)
 
 
 def _check_stop_string(text: Any) -> None:
@@ -199,7 +215,7 @@ class GenerationResult:
     count KV slots of main's prompt; ``cached_by_label`` has every label. ``ttft_ms`` runs from submission to the first token;
     ``tokens_per_s`` is the rate after it (None for fewer than two tokens). ``finish_reason``: stop | length | cancelled |
     deadline | error; ``error`` is set for the last two. ``resumed_tokens`` were found cached after preemptions, and count as no
-    hit.
+    hit; ``offloads`` = times it made room on host pages.
     """
 
     rid: RequestId
@@ -225,6 +241,7 @@ class GenerationResult:
     held_steps: int = 0
     preemptions: int = 0
     resumed_tokens: int = 0
+    offloads: int = 0
     error: Exception | None = None
     stop_ids: frozenset[int] = frozenset()
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvlab.engine.handover import HandedOver
 from kvlab.engine.preprocess import Prepared
 from kvlab.engine.request import GenerationResult, MissTable, Request, StreamChunk
 from kvlab.engine.sampler import Sampled
@@ -45,6 +46,11 @@ class Run:
     held_steps: int = 0
     preemptions: int = 0
     resumed_tokens: int = 0
+    is_parked: bool = False  # on host pages
+    offloads: int = 0
+    handed: HandedOver | None = None  # begun elsewhere, and not read yet
+    is_handed_over: bool = False  # to go on elsewhere
+    last_ran_round: int = 0
     first_misses: tuple[Miss, ...] = ()
     cancel_requested: bool = False
     result: GenerationResult | None = None
@@ -70,6 +76,16 @@ class Run:
     @property
     def has_deadline(self) -> bool:
         return self.request.options.deadline_s is not None or self.request.options.deadline_steps is not None
+
+    @property
+    def rests(self) -> bool:
+        """True while no step may run it."""
+        return self.is_parked or self.is_handed_over
+
+    @property
+    def can_start_over(self) -> bool:
+        """False when recomputing gives other values (a window released some), or a peer holds what is needed for it."""
+        return self.request.options.window is None and self.handed is None
 
     def past_deadline(self, now_s: float, step: int) -> bool:
         """True once either deadline has passed."""
@@ -146,6 +162,7 @@ class Run:
             held_steps=self.held_steps,
             preemptions=self.preemptions,
             resumed_tokens=self.resumed_tokens,
+            offloads=self.offloads,
             error=error,
             stop_ids=self.stop_ids,
         )

@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -119,6 +119,20 @@ class Sampler(Resource):
         """Ids the repetition penalty of ``rid`` covers, ascending; [] where there is no penalty."""
         seen = self._request(rid).seen
         return [] if seen is None else seen.nonzero().flatten().tolist()
+
+    def publish(self, rid: RequestId) -> dict[str, Any]:
+        """The random stream, and what was seen: a peer goes on with the tokens this one would have chosen."""
+        request = self._request(rid)
+        seen = [*self.seen_ids(rid), *request.skipped]
+        return {"draws": request.draws.getstate(), "seen": seen, "generated": list(request.generated)}
+
+    def admit_retrieve(self, rid: RequestId, node: str, walk: str, published: Mapping[str, Any]) -> None:
+        if not published:
+            return
+        request = self._request(rid)
+        request.draws.setstate(published["draws"])
+        request.generated = list(published["generated"])
+        self.observe(rid, published["seen"])
 
     # -- a step
 

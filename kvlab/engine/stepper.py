@@ -26,10 +26,12 @@ from kvlab.spec import (
     ModelSpec,
     Refusal,
     Resource,
+    RetentionPolicy,
     RowInputs,
     Segment,
     Step,
     StepContext,
+    StreamKey,
     Walk,
     WalkInputs,
 )
@@ -46,6 +48,14 @@ class _Row:
     def segments(self) -> list[Segment]:
         return [Segment(self.run.rid, label, len(ids)) for label, ids in self.now.ids.items()]
 
+    def window(self, walk: Walk) -> RetentionPolicy | None:
+        """The window to declare: none of a prompt is released before it is whole, wherever it is cut into chunks."""
+        asked = self.run.request.options.window_policy
+        if asked is None or walk.loops or self.rest is None:
+            return asked
+        end = self.run.input_tokens - sum(len(ids) for ids in self.rest.ids.values())
+        return replace(asked, context_budget=self.run.input_tokens) if end >= asked.protected_prefix else None
+
 
 @dataclass
 class Outcome:
@@ -61,6 +71,7 @@ class Stepper:
 
     Args:
         resources: in the order of their hooks; ``kv``, ``attention``, ``positions`` and ``sampler`` are among them.
+        make_room: called when a row lacks pages; True when it is worth trying again.
         settle: called for each row once its step is committed: (run, walk, sampled token or None, walk is complete).
         record: event sink, or None.
     """
@@ -76,12 +87,14 @@ class Stepper:
         sampler: Sampler,
         skip: SkipStage,
         chunks: ChunkRule,
+        make_room: Callable[[Refusal], bool],
         settle: Callable[[Run, Walk, Sampled | Exception | None, bool], None],
         record: Callable[[Event], None] | None,
     ) -> None:
         self._model, self._resources, self._kv = model, tuple(resources), kv
         self._attention, self._positions, self._sampler = attention, positions, sampler
         self._skip, self._chunks, self._settle, self._record = skip, chunks, settle, record
+        self._make_room = make_room
 
     def run(self, index: int, walk: Walk, runs: Sequence[Run]) -> Outcome:
         """Run one step of ``walk`` for as many of ``runs`` as the chunk budget and the pool allow."""
@@ -97,6 +110,8 @@ class Stepper:
         rows: list[_Row] = []
         budget = self._chunks.max_step_tokens
         for run in runs:
+            if run.rests:
+                continue
             if budget <= 0 and not walk.loops:
                 break
             try:
@@ -132,13 +147,32 @@ class Stepper:
     def _admit(self, index: int, walk: Walk, rows: list[_Row], outcome: Outcome) -> tuple[Step, StepContext, list[_Row]] | None:
         while rows:
             segments = tuple(s for row in rows for s in row.segments())
-            step = Step(index, walk.node, walk.name, segments, commit=walk.commits)
+            step = Step(index, walk.node, walk.name, segments, commit=walk.commits, windows=self._windows(walk, rows))
             ctx = StepContext(frozenset(row.run.rid for row in rows))
-            refusal = next((r for r in (res.admit(step, ctx) for res in self._resources) if r is not None), None)
+            refusal = self._retrieve(walk, rows)
+            if refusal is None:
+                refusal = next((r for r in (res.admit(step, ctx) for res in self._resources) if r is not None), None)
             if refusal is None:
                 return step, ctx, rows
-            rows = self._without_refused(rows, refusal, outcome)
+            if not self._make_room(refusal):
+                rows = self._without_refused(rows, refusal, outcome)
         return None
+
+    def _retrieve(self, walk: Walk, rows: list[_Row]) -> Refusal | None:
+        """Read what requests begun elsewhere hold there."""
+        for run in (row.run for row in rows if row.run.handed is not None):
+            published = run.handed.published if run.handed is not None else {}
+            for resource in self._resources:
+                refusal = resource.admit_retrieve(run.rid, walk.node, walk.name, published.get(resource.key, {}))
+                if refusal is not None:
+                    return refusal
+            run.handed = None
+        return None
+
+    def _windows(self, walk: Walk, rows: list[_Row]) -> dict[StreamKey, RetentionPolicy]:
+        """Windows that begin or go on with this step."""
+        windows = ((row, row.window(walk)) for row in rows if row.run.request.options.window is not None)
+        return {(s.rid, s.label): window for row, window in windows if window is not None for s in row.segments()}
 
     def _without_refused(self, rows: list[_Row], refusal: Refusal, outcome: Outcome) -> list[_Row]:
         refused = [row for row in rows if row.run.rid == refusal.rid]
@@ -146,7 +180,7 @@ class Stepper:
             raise KvlabError(f"a resource refused request {refusal.rid}, which is not in the step")
         if isinstance(refusal, AdmitRuntimeError):
             outcome.failed.append((refused[0].run, KvlabError(refusal.message)))
-        else:
+        elif not refused[0].run.is_parked:
             outcome.held.append((refused[0].run, refusal))
         return [row for row in rows if row.run.rid != refusal.rid]
 
@@ -216,7 +250,7 @@ class Stepper:
         if self._record is not None:
             self._record(StepRan(walk.name, [(s.rid, s.label, s.span) for s in step.segments], duration_ms))
         for row in rows:
-            row.run.rest = row.rest
+            row.run.rest, row.run.last_ran_round = row.rest, step.index
             self._settle(row.run, walk, sampled.get(row.run.rid), row.rest is None)
 
     def _note_prompt(self, row: _Row, logits: Any) -> None:
