@@ -36,6 +36,7 @@ class PlayReport:
     wrong_values: int = 0
     leaked_pages: int = 0
     preemptions: int = 0
+    host_moves: int = 0
     held_steps: int = 0
     cached_tokens: int = 0
     prompt_tokens: int = 0
@@ -131,6 +132,7 @@ class Player:
         setattr(report, outcome, getattr(report, outcome) + 1)
         report.wrong_values += result.error is None and not is_right
         report.preemptions += result.preemptions
+        report.host_moves += result.offloads
         report.held_steps += result.held_steps
         report.cached_tokens += result.cached_tokens
         report.prompt_tokens += result.prompt_tokens
