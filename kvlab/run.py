@@ -52,13 +52,27 @@ def play(
         return player.play(items, total=drawn.requests).as_dict()
 
 
+def tracer_engine(*, max_seq_len: int = 4096, prefix_cache_salt: str = "tracer", **options: Any) -> Engine:
+    """Return an engine that runs the tracer: no weights and no numerics, but real pages, whose every wrong reuse shows.
+
+    Args:
+        max_seq_len: longest context.
+        prefix_cache_salt: stands for the weights that the tracer has not; without one nothing is cached.
+        options: keywords of ``kvlab.load``.
+
+    Raises:
+        InputError: an unknown or illegal option.
+    """
+    from kvlab.assemble import build_engine
+    from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
+
+    tracer = TracerModel(ToyProcessor(64), max_seq_len=max_seq_len)
+    return build_engine(tracer, attention=TracerAttention, prefix_cache_salt=prefix_cache_salt, **options)
+
+
 def _engine(model: str, options: Mapping[str, Any], check: bool) -> Engine:
     if model == TRACER:
-        from kvlab.assemble import build_engine
-        from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
-
-        tracer = TracerModel(ToyProcessor(64), max_seq_len=1 << 16)
-        return build_engine(tracer, attention=TracerAttention, prefix_cache_salt="kvlab run", **options)
+        return tracer_engine(max_seq_len=1 << 16, prefix_cache_salt="kvlab run", **options)
     from kvlab.assemble import load
 
     return load(model, **options)

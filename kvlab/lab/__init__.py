@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvlab.lab.results import LadderRow, MissRow, PageSizeRow, RequestRow, Table, TtftRow, table_of
+from kvlab.lab.results import LadderRow, MissRow, PageSizeRow, PressureRow, RequestRow, Table, TtftRow, table_of
 
-__all__ = ["LadderRow", "MissRow", "PageSizeRow", "RequestRow", "Table", "TtftRow", "table_of"]
+__all__ = ["LadderRow", "MissRow", "PageSizeRow", "PressureRow", "RequestRow", "Table", "TtftRow", "table_of"]

@@ -137,6 +137,32 @@ class DriftRow:
     floor_rms: float
 
 
+@dataclass(frozen=True)
+class PressureRow:
+    """What became of a workload on a pool that may be too small. ``stalled_step``: where it stalled; None = it did not.
+
+    ``pool_pages`` are usable ones. ``host_moves`` counts requests moved to host pages and back.
+    """
+
+    name: str
+    pool_pages: int
+    prefix_cache: bool
+    requests: int
+    completed: int
+    steps: int
+    stalled_step: int | None
+    cached_tokens: int
+    prompt_tokens: int
+    evicted_pages: int
+    preemptions: int
+    host_moves: int = 0
+
+    @property
+    def is_stalled(self) -> bool:
+        """True when every request waited for pages and nothing could free one."""
+        return self.stalled_step is not None
+
+
 @dataclass(frozen=True, repr=False)
 class Wave:
     """The envelope of a signal: least and greatest value in each of equally long columns, in shares of full scale.

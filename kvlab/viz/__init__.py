@@ -26,6 +26,20 @@ from kvlab.viz.hits import (
 )
 from kvlab.viz.pages import page_map, page_map_panel, page_table, page_timeline, page_timeline_panel
 from kvlab.viz.player import step_player
+from kvlab.viz.pressure import (
+    cures,
+    cures_panel,
+    eviction_table,
+    evictions,
+    evictions_panel,
+    occupancy,
+    occupancy_panel,
+    policies,
+    policies_panel,
+    pressure_table,
+    stall_curve,
+    stall_curve_panel,
+)
 from kvlab.viz.speech import (
     sharing_map,
     sharing_map_panel,
@@ -51,6 +65,11 @@ __all__ = [
     "token_grid",
     "speech_drift",
     "sharing_map",
+    "occupancy",
+    "evictions",
+    "cures",
+    "policies",
+    "stall_curve",
     "page_map_panel",
     "page_timeline_panel",
     "prefix_tree_panel",
@@ -63,6 +82,11 @@ __all__ = [
     "token_grid_panel",
     "speech_drift_panel",
     "sharing_map_panel",
+    "occupancy_panel",
+    "evictions_panel",
+    "cures_panel",
+    "policies_panel",
+    "stall_curve_panel",
     "page_table",
     "ladder_table",
     "ttft_table",
@@ -70,6 +94,8 @@ __all__ = [
     "miss_table",
     "request_table",
     "speech_drift_table",
+    "eviction_table",
+    "pressure_table",
     "as_figure",
     "as_svg",
     "mimebundle",
