@@ -101,7 +101,8 @@ def execute(root: Path, name: str) -> Any:
     )
     client.create_kernel_manager().kernel_spec.argv[0] = sys.executable
     try:
-        client.execute(env=os.environ | {"KVLAB_STATIC": "1", "PYTHONHASHSEED": "0"})
+        # one thread: no sum depends on the number of cores, and notebooks built side by side do not wait for each other
+        client.execute(env=os.environ | {"KVLAB_STATIC": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
     except nbclient.exceptions.CellExecutionError as error:
         raise KvlabError(f"notebook {name} failed: {error}") from error
     notebook.metadata.pop("language_info", None)

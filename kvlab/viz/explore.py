@@ -124,18 +124,19 @@ def ipywidgets() -> Any:
 def _widget_of(name: str, control: Any, value: Any) -> Any:
     if _is_widget(control):
         return control
-    widgets, label = ipywidgets(), name.replace("_", " ")
+    widgets = ipywidgets()
+    said: dict[str, Any] = {"description": name.replace("_", " "), "style": {"description_width": "initial"}}
     if isinstance(control, bool):
-        return widgets.Checkbox(value=value, description=label)
+        return widgets.Checkbox(value=value, **said)
     if isinstance(control, tuple):
         whole = all(isinstance(v, int) for v in (*control, value))
         step = control[2] if len(control) == 3 else (1 if whole else (control[1] - control[0]) / 100 or 0.01)
         slider = widgets.IntSlider if whole else widgets.FloatSlider
-        return slider(value=value, min=control[0], max=control[1], step=step, description=label, continuous_update=False)
+        return slider(value=value, min=control[0], max=control[1], step=step, continuous_update=False, **said)
     options = list(control)
     if all(_is_number(v) for v in options):
-        return widgets.SelectionSlider(options=options, value=value, description=label, continuous_update=False)
-    return widgets.Dropdown(options=options, value=value, description=label)
+        return widgets.SelectionSlider(options=options, value=value, continuous_update=False, **said)
+    return widgets.Dropdown(options=options, value=value, **said)
 
 
 # -- live views --------------------------------------------------------------------------------------------------------

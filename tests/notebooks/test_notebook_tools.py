@@ -32,7 +32,7 @@ factor = 4
 
 # %% tags=["check"]
 import os
-print("static:", os.environ["KVLAB_STATIC"])
+print("static:", os.environ["KVLAB_STATIC"], "threads:", os.environ["OMP_NUM_THREADS"])
 3 * factor
 
 # %% tags=["timing"]
@@ -77,7 +77,7 @@ def test_a_build_keeps_outputs_and_little_else(built: Path) -> None:
         {"tags": ["check"]},
         {"tags": ["timing"]},
     ]
-    assert notebook.cells[2].outputs[0].text == "static: 1\n"
+    assert notebook.cells[2].outputs[0].text == "static: 1 threads: 1\n"
     assert notebook.cells[2].outputs[1].data == {"text/plain": "12"}
 
 

@@ -83,6 +83,12 @@ def test_controls_become_widgets_that_wait_for_the_pointer_to_rest() -> None:
     assert view.drawing == (0, 0.0, 16, "lru", True)
 
 
+def test_the_name_of_a_control_is_not_cut_off() -> None:
+    view = explore(lambda shared_tokens, policy: 0, shared_tokens=(0, 10), policy=["lru"])
+    said = {name: (w.description, w.style.description_width) for name, w in view.controls.items()}
+    assert said == {"shared_tokens": ("shared tokens", "initial"), "policy": ("policy", "initial")}
+
+
 def test_the_default_of_the_function_is_where_a_control_starts() -> None:
     view = explore(lambda page_size=32: page_size, page_size=[16, 32, 64])
     assert (view.drawing, view.controls["page_size"].value) == (32, 32)
