@@ -357,8 +357,9 @@ class Engine:
                 self._waiting[0].future.exception()  # nothing else to do: wait for the worker
                 self._collect_prepared()
                 continue
-            ready = list(itertools.takewhile(lambda run: run.prepared, self._waiting))
-            place = self._gate.choose([self._intake.claim(run) for run in ready])
+            ready = itertools.takewhile(lambda run: run.prepared, self._waiting)
+            looked_at = itertools.islice(ready, self._gate.most_looked_at)
+            place = self._gate.choose([self._intake.claim(run) for run in looked_at], len(self._waiting))
             if place is None and not self._running:
                 self._end(self._waiting[0], "error", self._never_fits(self._waiting[0]))
                 continue

@@ -129,6 +129,7 @@ class Gate:
         self._claims: dict[RequestId, Claim] = {}
         self._epoch = 0  # moves when a reservation comes or goes
         self._refused: tuple[object, ...] | None = None
+        self._num_waiting = 0
         self._told: dict[RequestId, str] = {}
 
     def __len__(self) -> int:
@@ -136,17 +137,28 @@ class Gate:
 
     # -- letting in
 
-    def choose(self, waiting: Sequence[Claim]) -> int | None:
+    @property
+    def most_looked_at(self) -> int:
+        """How many waiting requests a look considers, so that no claim needs to be made for those behind."""
+        return self.options.backfill_window + 1 if self._backfills else 1
+
+    def choose(self, waiting: Sequence[Claim], num_waiting: int | None = None) -> int | None:
         """Return which of ``waiting`` (in the order they came) is let in now, with its hit leased; None = nobody.
 
-        A refused queue is not looked at again until a page, a reservation or its head has changed.
+        A refused queue is not looked at again until a page, a reservation or the requests looked at have changed.
+
+        Args:
+            waiting: the first ``most_looked_at`` of the queue, or all of it.
+            num_waiting: how long the queue is, for the log; None = as long as ``waiting``.
         """
+        self._num_waiting = len(waiting) if num_waiting is None else num_waiting
         limit = self.options.max_concurrent_requests
         if not waiting or (limit is not None and len(self._claims) >= limit):
             return None
         if self.options.admission == "none":
             return self._let_in(waiting, 0, 0)
-        mark = (self._epoch, self._pool.supply_mark(), waiting[0].rid, len(waiting) if self._backfills else 0)
+        last = waiting[min(len(waiting), self.most_looked_at) - 1]
+        mark = (self._epoch, self._pool.supply_mark(), waiting[0].rid, last.rid, min(len(waiting), self.most_looked_at))
         if mark == self._refused:
             return None
         chosen = self._first_fitting(waiting)
@@ -159,8 +171,8 @@ class Gate:
 
     def _first_fitting(self, waiting: Sequence[Claim]) -> int | None:
         hit = self._pool.peek_prefix(waiting[0].rid)
-        supply = self._pool.supply_pages(hit)
-        if self._fits(waiting[0], len(hit), supply):
+        supply, fits = self._pool.supply_pages(hit), self._room()
+        if fits(waiting[0], len(hit), supply):
             return self._let_in(waiting, 0, len(hit))
         self._tell_waits(waiting[0], len(hit), supply)
         if not self._backfills:
@@ -170,19 +182,29 @@ class Gate:
             claim = waiting[place]
             hit = self._pool.peek_prefix(claim.rid)
             is_gone_in_time = self._rounds_left(claim.rid) <= shadow_round
-            if (is_gone_in_time or claim.total_pages - len(hit) <= spare_pages) and self._fits(
+            if (is_gone_in_time or claim.total_pages - len(hit) <= spare_pages) and fits(
                 claim, len(hit), self._pool.supply_pages(hit)
             ):
                 return self._let_in(waiting, place, len(hit))
         return None
 
     def _fits(self, claim: Claim, hit_pages: int, supply: int) -> bool:
-        need = claim.total_pages - hit_pages
+        return self._room()(claim, hit_pages, supply)
+
+    def _room(self) -> Callable[[Claim, int, int], bool]:
+        """Whether a claim with so many pages lent fits a supply, beside those admitted now: added up once for a whole look."""
         if self.options.admission == "reserve":
-            return self.outstanding_pages() + need <= supply
+            owed = self.outstanding_pages()
+            return lambda claim, hit_pages, supply: owed + claim.total_pages - hit_pages <= supply
         held = self._footprints()
-        entering = Footprint(0, need, max(claim.prompt_pages - hit_pages, 0), claim.growth, self._rounds_left(claim.rid))
-        return peak_pages([*held, entering], self._pool.page_size) <= supply + sum(f.held_pages for f in held)
+        held_pages = sum(f.held_pages for f in held)
+
+        def fits(claim: Claim, hit_pages: int, supply: int) -> bool:
+            need, now = claim.total_pages - hit_pages, max(claim.prompt_pages - hit_pages, 0)
+            entering = Footprint(0, need, now, claim.growth, self._rounds_left(claim.rid))
+            return peak_pages([*held, entering], self._pool.page_size) <= supply + held_pages
+
+        return fits
 
     def _let_in(self, waiting: Sequence[Claim], place: int, hit_pages: int) -> int:
         claim = waiting[place]
@@ -194,7 +216,9 @@ class Gate:
             if leased != hit_pages:
                 raise IntegrityError(f"request {claim.rid} was let in with {hit_pages} cached pages and leased {leased}")
         if self._record is not None:
-            self._record(RequestReserved(claim.rid, claim.total_pages, hit_pages, self.outstanding_pages(), len(waiting) - 1))
+            self._record(
+                RequestReserved(claim.rid, claim.total_pages, hit_pages, self.outstanding_pages(), self._num_waiting - 1)
+            )
         return place
 
     def take_back(self, claim: Claim) -> bool:
