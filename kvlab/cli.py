@@ -22,6 +22,7 @@ BENCHES = {
     "index": "kvlab.bench.index:run",
     "engine": "kvlab.bench.engine:run",
     "orpheus": "kvlab.bench.orpheus:run",
+    "pressure": "kvlab.bench.pressure:run",
 }
 
 plain = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": False, "pretty_exceptions_enable": False}

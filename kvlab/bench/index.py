@@ -40,7 +40,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     rounds = 3 if quick else 7
     rows = [replay_row(prompts, num_pages, int(distinct * share), f"replay_pool_{share:g}x", rounds) for share in POOL_SHARES]
     rows.append(lookup_row(prompts, rounds))
-    rows.append(_in_fresh_process(rss_row, 1 << (13 if quick else 16)))
+    rows.append(in_fresh_process(rss_row, 1 << (13 if quick else 16)))
     rows.append(memo_row(prompts))
     return document(
         rows,
@@ -229,7 +229,7 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _in_fresh_process(measure: Callable[[int], Row], argument: int) -> Row:
+def in_fresh_process(measure: Callable[[int], Row], argument: int) -> Row:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(measure, (argument,))
 
