@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvlab.events import Stalled
 from kvlab.lab.playback import Player, PlayReport
 from kvlab.lab.results import PressureRow
 from kvlab.lab.workloads import WorkItem, WorkloadShape, shared_prefix
@@ -35,7 +36,7 @@ class PressureRun:
     def __repr__(self) -> str:
         row = self.row
         ending = "" if row.stalled_step is None else f", stalled in step {row.stalled_step}"
-        return f"PressureRun({row.name}: {row.completed} of {row.requests} completed on {row.pool_pages} pages{ending})"
+        return f"PressureRun({row.name or 'unnamed'}: {row.completed} of {row.requests} completed on {row.pool_pages} pages{ending})"
 
 
 def press(make_engine: MakeEngine, items: Iterable[WorkItem], *, name: str = "", **settings: Any) -> PressureRun:
@@ -59,7 +60,7 @@ def _row(name: str, engine: Engine, report: PlayReport, requests: int) -> Pressu
         requests=requests,
         completed=report.completed,
         steps=report.steps,
-        stalled_step=None if report.stall is None else report.stall["step"],
+        stalled_step=next((entry.step for entry in engine.events.filter(Stalled)), None),
         cached_tokens=report.cached_tokens,
         prompt_tokens=report.prompt_tokens,
         evicted_pages=0 if index is None else index.counters.evictions,

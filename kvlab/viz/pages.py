@@ -235,5 +235,5 @@ def _timeline_subtitle(every: int, evictions: list[tuple[int, int]]) -> str:
     number = sum(n for _, n in evictions)
     parts = [f"{count(number, 'page')} evicted" if number else "No page was evicted"]
     if every > 1:
-        parts.append(f"every {every}th step is drawn")
+        parts.append(f"one of {every} steps is drawn")
     return "; ".join(parts)

@@ -229,6 +229,7 @@ def stall_curve_panel(rows: Sequence[PressureRow]) -> Panel:
         x=linear_axis("usable pages in the pool", [r.pool_pages for r in rows], low=min(r.pool_pages for r in rows)),
         y=linear_axis("requests completed before a stall", [rows[0].requests], room=0.12),
         marks=tuple(marks),
+        legend=(Style("cache on (solid)", CACHED), Style("cache off (dashed)", LIVE)),
         plot_height_px=260,
         table=pressure_table(rows),
     )
@@ -241,7 +242,7 @@ def _word(is_on: bool) -> str:
 def _curve(is_on: bool, side: Sequence[PressureRow]) -> list[Line | Points]:
     colour, dash = (CACHED, "solid") if is_on else (LIVE, "dash")
     xs, ys = tuple(r.pool_pages for r in side), tuple(r.completed for r in side)
-    marks: list[Line | Points] = [Line(xs, ys, colour, dash, f"cache {_word(is_on)}")]
+    marks: list[Line | Points] = [Line(xs, ys, colour, dash)]
     for stalled, symbol, look in ((True, "triangle", EVICTED), (False, "square", colour)):
         some = [r for r in side if r.is_stalled == stalled]
         notes = tuple(f"{r.pool_pages} pages, cache {_word(is_on)}: {r.completed} completed" for r in some)

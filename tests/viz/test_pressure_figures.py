@@ -46,7 +46,7 @@ def points(panel: Panel) -> list[str]:
 
 def test_a_stall_is_marked_and_is_the_title() -> None:
     panel = occupancy_panel(run().events)
-    assert panel.title == f"Stalled in step {run().row.stalled_step + 1}: 22 of 22 pages in use"
+    assert panel.title == f"Stalled in step {run().row.stalled_step}: 22 of 22 pages in use"
     assert "all 12 running requests wait for pages" in panel.subtitle
     assert lines(panel) == ["stall"]
 
@@ -99,7 +99,8 @@ def test_the_curve_tells_stalls_by_shape() -> None:
     rows = [STALLED, replace(ROW, pool_pages=128), replace(ROW, prefix_cache=False)]
     panel = stall_curve_panel(rows)
     assert panel.title == "With the cache on, pools of up to 96 pages stall; with it off none of these does"
-    assert lines(panel) == ["cache on", "cache off"]
+    assert [style.name for style in panel.legend] == ["cache on (solid)", "cache off (dashed)"]
+    assert lines(panel) == ["", ""]
     assert [mark.symbol for mark in panel.marks if isinstance(mark, Points)] == ["triangle", "square", "square"]
     assert stall_curve_panel([ROW]).title == "No pool of these stalls"
 
