@@ -37,6 +37,12 @@ KNOWN: dict[str, Source] = {
         num_bytes=269_060_552,
         licence="Apache-2.0",
     ),
+    "orpheus-tiny": ShippedSource(
+        name="orpheus-tiny",
+        folder="checkpoints/orpheus-tiny",
+        sha256="6387a93f44f17e3f022cc81f5f4da5a75ac3cad9c9dc2322af7b6fa55e857dfa",
+        num_bytes=10_306_552,
+    ),
 }
 
 

@@ -24,14 +24,17 @@ UNSEEN_SEED = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything. The same plan gives the same checkpoint, however often the run was killed."""
+    """How much of everything; as it stands somewhat over an hour of one core.
+
+    The same plan gives the same checkpoint, however often the run was killed.
+    """
 
     work: Path
     codec_phrases: int = 400
-    codec_steps: int = 1800
-    decoder_steps: int = 1300
-    speech_phrases: int = 3000
-    speech_steps: int = 3000
+    codec_steps: int = 3000
+    decoder_steps: int = 2000
+    speech_phrases: int = 10_000
+    speech_steps: int = 3500
     seed: int = 0
 
 
