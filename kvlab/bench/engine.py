@@ -41,9 +41,9 @@ class Sizes:
     hit_tokens: int = 512
     hit_rounds: int = 7
     no_hit_batch: int = 2
-    no_hit_prompt_tokens: int = 64
-    no_hit_tokens: int = 4
-    no_hit_rounds: int = 31
+    no_hit_prompt_tokens: int = 32
+    no_hit_tokens: int = 2
+    no_hit_rounds: int = 61
     num_pages: int = 256
 
 
