@@ -138,7 +138,7 @@ def ttft_panel(rows: Sequence[TtftRow]) -> Panel:
     return Panel(
         title=_ttft_title(ordered),
         subtitle="Dots: measured, in ms; dashed line: ideal = cold time x tail tokens / all tokens + one decode step",
-        x=linear_axis("cached tokens", [row.cached_tokens for row in ordered]),
+        x=linear_axis("cached tokens", [row.cached_tokens for row in ordered], low=-0.04 * ordered[-1].cached_tokens),
         y=linear_axis("time to first token, ms", values, room=0.12),
         marks=(line, measured),
         table=ttft_table(rows),
