@@ -19,7 +19,7 @@ from kvlab.viz.theme import CACHED, DARK_OUTLINE, EVICTED, INK, LAST, LIVE, SERV
 MAX_BARS = 40
 MAX_REQUESTS = 12
 COMPLETED = Style("completed", CACHED)
-LOST = Style("ended by a stall", EVICTED, hatch="x")
+LOST = Style("ended by a stall", EVICTED, DARK_OUTLINE)
 MADE_ROOM = Style("pages that had to go", EVICTED, DARK_OUTLINE)
 _HALF = 0.34  # half the thickness of a bar
 
