@@ -43,7 +43,7 @@ class Sizes:
     no_hit_batch: int = 2
     no_hit_prompt_tokens: int = 32
     no_hit_tokens: int = 2
-    no_hit_rounds: int = 61
+    no_hit_rounds: int = 81
     num_pages: int = 256
 
 
