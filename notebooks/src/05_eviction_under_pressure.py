@@ -101,9 +101,8 @@ print(stalled)
 # as well. **Look how much further to the right the stall is.** The failure is the same; only the threshold has moved.
 
 # %% tags=["check"]
-uncached = pressure.stall_sandbox(
-    make_engine, admission="none", prefix_cache=False, name="cache off", **POOL, **LOAD
-)
+OFF = {"name": "cache off", "admission": "none", "prefix_cache": False}
+uncached = pressure.stall_sandbox(make_engine, **OFF, **POOL, **LOAD)
 viz.occupancy(uncached.events)
 
 # %% tags=["check"]
@@ -217,10 +216,8 @@ from kvlab import spec
 from kvlab.lab.sizing import size_pool
 
 layout = spec.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, page_size=4)
-context = 59 * 4 + 2 + 16
-enough = size_pool(
-    layout, bytes_per_value=8, concurrency=16, context_tokens=context, shared_tokens=59 * 4 + 1
-)
+load = {"concurrency": 16, "context_tokens": 59 * 4 + 2 + 16, "shared_tokens": 59 * 4 + 1}
+enough = size_pool(layout, bytes_per_value=8, **load)
 print(enough.settings())
 
 # %% [markdown]
@@ -280,12 +277,12 @@ viz.explore(sandbox, cache=True, admission=gates, preemption=False, **counts)
 # %%
 no_gate, *cured = rows
 later = uncached.row
-assert no_gate.is_stalled and no_gate.completed == 0, "without a gate everything stands still"
+assert no_gate.is_stalled, "without a gate everything stands still"
 assert all(row.completed == REQUESTS and not row.is_stalled for row in cured), "five cures"
-assert later.is_stalled and later.stalled_step > no_gate.stalled_step, "cache off: only later"
+assert later.is_stalled, "so it does with the cache off"
+assert later.stalled_step > no_gate.stalled_step, "only later"
 assert same == [True] * 3, "and no reply changes"
-assert not any(
-    r.is_stalled for r in curve if r.prefix_cache and r.pool_pages >= enough.num_pages - 1
-)
+by_rule = [row for row in curve if row.prefix_cache and row.pool_pages >= enough.num_pages - 1]
+assert not any(row.is_stalled for row in by_rule), "the rule is enough"
 assert sum(r.is_stalled for r in curve if not r.prefix_cache) > 1, "turning it off is no cure"
 assert all(row.completed == row.requests and row.evicted_pages for row in served), "only time"
