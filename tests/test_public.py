@@ -44,8 +44,9 @@ SIGNATURES = {
     "load": "(name_or_path, *, num_pages=None, pool_bytes=None, page_size=16, dtype=None, kv_dtype=None, device=None, seed=0, "
     "record=True, event_log=None, max_seq_len=None, max_concurrent_requests=None, admission=None, "
     "admission_order='fifo', backfill_protect='easy', backfill_window=128, preemption=None, cpu_offload_pages=0, "
-    "host_tier_pages=0, offload_policy='lru', max_step_tokens=2048, prefix_cache=True, prefix_cache_salt='', policy='lru', max_pinned_pages=None, attention='torch', preprocess='inline', "
-    "profile='kvlab', check_invariants=None, resources=None)",
+    "host_tier_pages=0, offload_policy='lru', max_step_tokens=2048, prefix_cache=True, prefix_cache_salt='', "
+    "policy='lru', max_pinned_pages=None, attention='torch', preprocess='inline', profile='kvlab', "
+    "check_invariants=None, resources=None)",
 }
 
 #: What an engine and a result can do, beside the fields above.

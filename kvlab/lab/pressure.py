@@ -36,7 +36,8 @@ class PressureRun:
     def __repr__(self) -> str:
         row = self.row
         ending = "" if row.stalled_step is None else f", stalled in step {row.stalled_step}"
-        return f"PressureRun({row.name or 'unnamed'}: {row.completed} of {row.requests} completed on {row.pool_pages} pages{ending})"
+        share = f"{row.completed} of {row.requests} completed"
+        return f"PressureRun({row.name or 'unnamed'}: {share} on {row.pool_pages} pages{ending})"
 
 
 def press(make_engine: MakeEngine, items: Iterable[WorkItem], *, name: str = "", **settings: Any) -> PressureRun:
