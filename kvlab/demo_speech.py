@@ -6,6 +6,7 @@ Tokens are compared first: equal, or the first that differs. Then samples, and b
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -30,6 +31,7 @@ POOL_TOKENS = 4096
 MAX_TOKENS = 420  # 60 frames, 5 s
 SEED = 0
 OTHER_NOISE = 1  # seed of the second noise that the noise floor is measured with
+SMALL_VALUES = 50_000_000  # a model of no more values than these is quicker on one thread
 RUNS = ("cold", "hit")
 
 
@@ -74,13 +76,17 @@ def run(
         LoadError: weights that are damaged or do not fit into memory.
         MissingExtraError: the extra ``audio`` is not installed.
     """
+    from kvlab.bench.orpheus import one_thread
+
     begin = perf_counter()
     paths = sound_paths(out)
     size, most = PAGE_SIZE if page_size is None else page_size, MAX_TOKENS if max_tokens is None else max_tokens
     if most < 1:
         raise InputError(f"max_tokens is {most}; a sentence has at least 1 token")
+    pages = POOL_TOKENS // max(size, 1) + 1 if num_pages is None else num_pages
     model = _load(checkpoint, console)
-    outcome = play(model, POOL_TOKENS // max(size, 1) + 1 if num_pages is None else num_pages, size, most, console)
+    with one_thread() if checkpoint.num_values <= SMALL_VALUES else nullcontext():
+        outcome = play(model, pages, size, most, console)
     _save(outcome, paths)
     if not as_json:
         show(outcome, console)

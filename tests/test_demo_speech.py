@@ -90,6 +90,17 @@ def test_as_json_prints_no_table(model: Path, tmp_path: Path, capsys: pytest.Cap
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kvlab-demo-cold.wav", "kvlab-demo-hit.wav"]
 
 
+def test_a_small_model_computes_on_one_thread_and_the_number_is_as_before(model: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        result = demo.run(model=str(model), out=tmp_path, console=Console(file=io.StringIO()), **POOL | {"max_tokens": 7})
+        assert (result["model"]["threads"], torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 # -- differences -------------------------------------------------------------------------------------------------------
 
 

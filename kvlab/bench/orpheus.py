@@ -43,7 +43,7 @@ def run(model: str | Path = "orpheus-tiny", *, rounds: int = 5, minutes: float =
         rounds: Repetitions of each measurement.
         minutes: Length of the long stream.
     """
-    with _one_thread(), load(model, page_size=PAGE_SIZE, record=False) as engine:
+    with one_thread(), load(model, page_size=PAGE_SIZE, record=False) as engine:
         if not isinstance(engine.model, OrpheusModel):
             raise InputError(f"{engine.model.name} does not speak; bench an Orpheus model")
         speech = say(engine, SENTENCES[0], max_tokens=40 * SLOTS, **ASK)
@@ -116,7 +116,8 @@ def _memory(model: OrpheusModel, speech: Speech, minutes: float) -> Row:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Within it torch computes on one thread: on several, a small model's threads mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
