@@ -13,7 +13,7 @@
 # for later.** Requests whose prompts begin with the same tokens list the same pages, up to the last whole page that
 # they have in common; from there on each has pages of its own. A page becomes free when its last owner lets go of it,
 # and the index lets go only when room is needed. So pages outlive the request that computed them, and the next turn of
-# a chat finds the whole conversation before it.
+# a chat finds the conversation before it, up to its last full page.
 #
 # Below, a real language model answers three questions about one handbook. We stop it between steps and look at every
 # page.
