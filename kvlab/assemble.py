@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import InputError
+from kvlab.spec import check_salt
 
 if TYPE_CHECKING:
     from kvlab.attention.base import AttentionBackend
@@ -205,6 +206,7 @@ def build_engine(
         preemption=preemption,
     )
     chunks = ChunkRule(max_step_tokens)
+    _check_types(pool)
     layout = model.kv_layout(_whole("page_size", pool["page_size"], 1), pool["kv_dtype"])
     pages = _num_pages(pool["num_pages"], pool["pool_bytes"], layout, model.device)
     host_pages = _host_pages(pool["cpu_offload_pages"], pool["host_tier_pages"], layout)
@@ -262,6 +264,13 @@ def _overrides(resources: Mapping[str, Mapping[str, Any]] | None, settings: dict
     return dict((resources or {}).get("kv", {}))
 
 
+def _check_types(pool: Mapping[str, Any]) -> None:
+    for name, kind in (("prefix_cache", bool), ("prefix_cache_salt", str)):
+        if not isinstance(pool[name], kind):
+            raise InputError(f"{name} is {pool[name]!r}; it must be a {kind.__name__}")
+    check_salt("prefix_cache_salt", pool["prefix_cache_salt"])
+
+
 def _num_pages(num_pages: int | None, pool_bytes: int | None, layout: KVLayout, device: str) -> int:
     """Pages of the pool from whichever of the two was given, checked against the memory that is there."""
     from kvlab.cache.kv import BYTES_PER_VALUE
@@ -269,6 +278,8 @@ def _num_pages(num_pages: int | None, pool_bytes: int | None, layout: KVLayout, 
 
     if num_pages is not None and pool_bytes is not None:
         raise InputError(f"num_pages is {num_pages} and pool_bytes is {pool_bytes}; give one of the two")
+    if layout.dtype not in BYTES_PER_VALUE:
+        raise InputError(f"kv_dtype is {layout.dtype!r}; known are {', '.join(BYTES_PER_VALUE)}")
     page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])
     if pool_bytes is not None:
         num_pages = _whole("pool_bytes", pool_bytes, 2 * page_bytes, f"two pages of {page_bytes} bytes") // page_bytes

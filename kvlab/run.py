@@ -111,11 +111,13 @@ def size(model: str, concurrency: int, context: int, shared: int, page_size: int
 
     The network is not loaded: its configuration is enough.
     """
+    from kvlab.cache.keys import require_page_size
     from kvlab.cache.kv import BYTES_PER_VALUE
     from kvlab.models.loading import default_dtype, open_checkpoint, torch_device
     from kvlab.models.textlm import TextConfig
     from kvlab.spec import KVLayout
 
+    require_page_size(page_size)
     config = TextConfig.from_hf(open_checkpoint(model).config)
     dtype = default_dtype(torch_device(None))
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype, dtype)

@@ -106,6 +106,14 @@ class KVLayout:
         return self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
+def check_salt(name: str, salt: str) -> None:
+    """Raise InputError for a salt that has no bytes."""
+    try:
+        salt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError(f"{name} is {salt!r}, which is not valid UTF-8; remove lone surrogates") from None
+
+
 # -- what a request brings ---------------------------------------------------------------------------------------------
 
 

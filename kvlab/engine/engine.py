@@ -215,6 +215,7 @@ class Engine:
             StallError: every running request waits for pages, nothing can free one, and none has a deadline. They end with
                 this error, their pages return, and the engine goes on.
         """
+        self._refuse_in_step("step")
         self._round += 1
         if self.recorder is not None:
             self.recorder.step = self._round
@@ -239,6 +240,10 @@ class Engine:
             if held and not self._preempt_for(held, num_ran) and num_ran == 0:
                 self._stop_if_stalled(held)
         return num_ran
+
+    def _refuse_in_step(self, verb: str) -> None:
+        if self._in_step:
+            raise InputError(f"on_token cannot {verb} the engine that is calling it; it may submit and cancel requests")
 
     def hand_over(self, handle: RequestHandle) -> HandedOver:
         """Let a request that has begun to generate rest here, so that another engine can go on with it.
@@ -302,6 +307,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what is in flight and let go of workers and files."""
+        self._refuse_in_step("close")
         for run in [*self._running, *self._waiting]:
             self._cancel(run)
         self.preprocess.close()
@@ -517,7 +523,8 @@ class Engine:
         run.future.cancel()
         self._gate.release(run.rid)
         misses = [miss for resource in self._resources for miss in resource.cached_misses(run.rid)]
-        self._remember_keys(run)
+        if run.prepared:  # otherwise no resource has heard of it
+            self._remember_keys(run)
         for resource in self._resources:
             resource.remove_request(run.rid)
         run.result = run.to_result(

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvlab.engine.sampler import SamplingParams
 from kvlab.errors import InputError
-from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention, RetentionPolicy
+from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention, RetentionPolicy, check_salt
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ class RequestOptions:
         for name, kind in (("ignore_eos", bool), ("prefix_cache", bool), ("salt", str), ("name", str)):
             if not isinstance(getattr(self, name), kind):
                 raise InputError(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
+        check_salt("salt", self.salt)
+        if not isinstance(self.fields, Mapping):
+            raise InputError(f"fields is {self.fields!r}; give a mapping of the model's own inputs")
         for text in self.stop:
             _check_stop_string(text)
         for token in self.stop_ids:

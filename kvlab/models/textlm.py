@@ -107,6 +107,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
 
 def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rope fields in one mapping, wherever the config's version keeps them."""
+    if config.get("rope_scaling") and config.get("rope_parameters"):
+        raise LoadError("config has both rope_scaling and rope_parameters, and they may disagree; keep one of them")
     fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     if fields.get("rope_theta") is None:
         fields["rope_theta"] = config.get("rope_theta")

@@ -494,3 +494,44 @@ def test_a_models_default_options_hold_where_the_client_says_nothing(tracer):
     silent, explicit = engine.submit(PROMPT), engine.submit(PROMPT, max_tokens=2, temperature=0)
     options = [handle.result().request.options for handle in (silent, explicit)]
     assert [(o.max_tokens, o.sampling.temperature) for o in options] == [(3, 0.5), (2, 0)]
+
+
+@pytest.mark.parametrize("mode", ["inline", "thread"])
+def test_a_prompt_that_cannot_be_prepared_ends_its_own_request_alone(tracer, mode):
+    engine = tracer(page_size=4, preprocess=mode)
+    good = engine.submit(PROMPT, max_tokens=3)
+    with pytest.raises(InputError, match="empty"):
+        engine.submit("", max_tokens=3).result()
+    assert list(good.result().ids) == engine.model.continuation(PROMPT, 3)
+
+
+def test_a_request_may_be_cancelled_before_it_is_prepared(tracer):
+    engine = tracer(page_size=4, preprocess="thread")
+    handle = engine.submit(list(range(1, 60)) * 6, max_tokens=3)
+    handle.cancel()
+    assert handle.outcome.finish_reason == "cancelled"
+    engine.close()
+
+
+@pytest.mark.parametrize("verb", ["step", "close"])
+def test_a_callback_that_drives_its_own_engine_is_told_so(tracer, verb):
+    engine = tracer(page_size=4)
+    with pytest.raises(InputError, match=f"cannot {verb} the engine"):
+        engine.generate(PROMPT, max_tokens=3, on_token=lambda chunk: getattr(engine, verb)())
+    with pytest.raises(InputError, match="cannot step the engine"):
+        engine.generate(PROMPT, max_tokens=3, on_token=lambda chunk: engine.generate([1], max_tokens=1))
+    assert list(engine.generate(PROMPT, max_tokens=3).ids) == engine.model.continuation(PROMPT, 3)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"prefix_cache": "no"}, {"prefix_cache_salt": 3}, {"prefix_cache_salt": "\ud800"}, {"kv_dtype": "int8"}]
+)
+def test_settings_of_the_wrong_kind_are_refused(tracer, settings):
+    with pytest.raises(InputError, match=next(iter(settings)) if "kv_dtype" not in settings else "int8"):
+        tracer(**settings)
+
+
+@pytest.mark.parametrize("options", [{"salt": "\ud800"}, {"fields": 3}])
+def test_options_of_the_wrong_kind_are_refused(tracer, options):
+    with pytest.raises(InputError, match=next(iter(options))):
+        tracer().generate(PROMPT, **options)
