@@ -71,7 +71,7 @@ class AttentionBackend(Resource, ABC):
             The pages of ``layer``.
         """
         slots = self._begun()
-        if len(k) != len(slots):
+        if k.shape[0] != slots.shape[0]:
             raise IntegrityError(f"layer {layer} writes {len(k)} tokens in a step of {len(slots)}")
         self.store.write(layer, slots, k, v)
 

@@ -72,6 +72,8 @@ class TorchPagedAttention(AttentionBackend):
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         self._begun()
+        if len(self._singles) == 1 and not self._spans:
+            return self._attend_singles(self._singles[0], layer, q)
         out = torch.empty_like(q)  # [tokens, num_heads, head_dim]
         for rows in self._singles:
             out[rows.tokens] = self._attend_singles(rows, layer, q[rows.tokens])
@@ -108,6 +110,6 @@ class TorchPagedAttention(AttentionBackend):
         page_size = self.store.layout.page_size
         slots = -(-rows.length // page_size) * page_size
         kv = self.store.read(layer, rows.pages, rows.count * slots)  # [2, rows * slots, kv_heads, head_dim]
-        kv = kv.unflatten(1, (rows.count, slots))[:, :, : rows.length]  # [2, rows, length, kv_heads, head_dim]
-        k, v = kv.transpose(2, 3).to(dtype)
+        kv = kv.view(2, rows.count, slots, *kv.shape[2:])[:, :, : rows.length]  # [2, rows, length, kv_heads, head_dim]
+        k, v = kv.transpose(2, 3).to(dtype).unbind(0)
         return k, v

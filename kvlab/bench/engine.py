@@ -37,7 +37,7 @@ class Sizes:
     batches: tuple[int, ...] = (1, 4, 8)
     decode_prompt_tokens: int = 128
     decode_tokens: int = 32
-    decode_rounds: int = 4
+    decode_rounds: tuple[int, ...] = (8, 5, 4)  # a batch each
     hit_tokens: int = 512
     hit_rounds: int = 7
     no_hit_batch: int = 2
@@ -102,8 +102,8 @@ class EngineBench:
         """Measure row by row."""
         for tokens in self.sizes.cold_tokens:
             yield from self.cold_rows(tokens)
-        for batch in self.sizes.batches:
-            yield from self.decode_rows(batch)
+        for batch, rounds in zip(self.sizes.batches, self.sizes.decode_rounds, strict=True):
+            yield from self.decode_rows(batch, rounds)
         yield self.hit_row()
         yield self.no_hit_row()
 
@@ -127,9 +127,9 @@ class EngineBench:
             Row.of(f"linear_cold_{tokens}", _ms(ours), _ms(linear), target=None, unit="ms"),
         ]
 
-    def decode_rows(self, batch: int) -> list[Row]:
+    def decode_rows(self, batch: int, rounds: int) -> list[Row]:
         """Tokens a second of a batch after its first tokens."""
-        rounds, tokens = self.sizes.decode_rounds, self.sizes.decode_tokens
+        tokens = self.sizes.decode_tokens
         prompts = [[self._ids(self.sizes.decode_prompt_tokens) for _ in range(batch)] for _ in range(rounds + 1)]
         sides = [_each(partial(side.decode_rate, new_tokens=tokens), prompts) for side in self._sides()]
         ours, theirs, linear = take_turns(sides, rounds, label=f"decode, batch of {batch}")

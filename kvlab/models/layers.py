@@ -166,7 +166,7 @@ class PagedSelfAttention(nn.Module):
         self.o_proj = Linear(num_heads * head_dim, size, bias=False)
 
     def forward(self, x: Tensor, rope: Rope, attention: AttentionBackend) -> Tensor:
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [tokens, num_heads + 2 * num_kv_heads, head_dim]
+        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [tokens, num_heads + 2 * num_kv_heads, head_dim]
         rotated = rope.rotate(heads[:, : self.num_heads + self.num_kv_heads])  # q and k at once
         q, k = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
         attention.write(self.layer, k, heads[:, -self.num_kv_heads :])

@@ -21,7 +21,7 @@ TINY = Sizes(
     batches=(1, 3),
     decode_prompt_tokens=20,
     decode_tokens=4,
-    decode_rounds=2,
+    decode_rounds=(2, 2),
     hit_tokens=128,
     hit_rounds=2,
     no_hit_batch=2,
@@ -109,13 +109,13 @@ def test_a_hit_serves_seven_eighths_and_a_cold_prompt_nothing(bench: EngineBench
 
 def test_cold_prompts_share_nothing(bench: EngineBench) -> None:
     bench.cold_rows(32)
-    bench.decode_rows(3)
+    bench.decode_rows(3, 2)
     bench.no_hit_row()
     assert cached_tokens(bench) == {0}
 
 
 def test_a_decode_rate_counts_the_tokens_after_the_first_ones(bench: EngineBench) -> None:
-    ours, _ = bench.decode_rows(3)
+    ours, _ = bench.decode_rows(3, 2)
     # Four tokens of three requests: nine after the first three, and one look at the clock for each on our side; the reference
     # looks once a step.
     assert (ours.ours, ours.reference) == (1.0, 3.0)
