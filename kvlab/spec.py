@@ -7,7 +7,7 @@ what passes between them is declared here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from kvlab.errors import InputError
@@ -31,8 +31,10 @@ SEQUENTIAL = "sequential"  # the only position scheme under which a page of rota
 class Walk:
     """One kind of forward pass in a model's schedule.
 
-    ``loops``: runs again until the stop check ends it. ``samples``: its last row's logits choose a token.
-    ``commits``: writes KV. ``causal``: mask inside the block. ``feeds``: parts of the model that read its per-token outputs.
+    ``loops``: runs again until the stop check ends it, or the model says so where no token is sampled. ``samples``: its last
+    row's logits choose a token. ``commits``: writes KV. ``causal``: mask inside the block. ``feeds``: parts of the model that
+    read its per-token outputs. ``encodes``: what it writes comes from ``ModelSpec.encode``. ``starts_with``: the id a sampling
+    loop is opened with where no walk before it sampled one.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Walk:
     commits: bool = True
     causal: bool = True
     feeds: tuple[str, ...] = ()
+    encodes: bool = False
+    starts_with: int | None = None
 
 
 @dataclass(frozen=True)
@@ -185,11 +189,36 @@ class RequestConfig:
 
 
 @dataclass(frozen=True)
-class WalkInputs:
-    """What one walk of one request would run: ids by label, and whatever else the model reads.
+class Prefix:
+    """The first ``slots`` slots of stream ``label`` of the same request; the rope id after them is ``positions``."""
 
-    Only ``ids`` can be cut. ``tensors``, ``kwargs`` and a truthy ``step_info`` are opaque to the default cut, and custom
-    ``positions`` are an error on a keyed walk.
+    label: str
+    slots: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Slots of one label that are no text: a picture between its markers.
+
+    All slots stand at one rope id and see each other; the next rope id is ``advance`` further. ``content`` is the model's own
+    and comes back to it in RowInputs; ``digest`` names it where it is to be encoded (None: encoded each time). ``prefix``: in a
+    walk that writes nothing, what the block reads instead of its own label's stream.
+    """
+
+    slots: int
+    advance: int
+    content: Any = None
+    digest: bytes | None = None
+    prefix: Prefix | None = None
+
+
+@dataclass(frozen=True)
+class WalkInputs:
+    """What one walk of one request would run: ids and blocks by label, and whatever else the model reads.
+
+    Only ``ids`` can be cut; a block is served whole or runs whole. ``tensors``, ``kwargs`` and a truthy ``step_info`` are
+    opaque to the default cut, and custom ``positions`` are an error on a keyed walk.
     """
 
     ids: Mapping[str, Sequence[int]]
@@ -197,6 +226,11 @@ class WalkInputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     step_info: Any = False
     positions: Mapping[str, Sequence[int]] | None = None
+    blocks: Mapping[str, Block] = field(default_factory=dict)
+
+    def slots(self) -> dict[str, int]:
+        """Slots each label would write, labels of ids first."""
+        return {label: len(ids) for label, ids in self.ids.items()} | {label: b.slots for label, b in self.blocks.items()}
 
     @property
     def opaque(self) -> bool:
@@ -217,11 +251,17 @@ class Match:
 
 @dataclass(frozen=True)
 class Segment:
-    """This step extends stream (rid, label) by ``span`` tokens."""
+    """This step extends stream (rid, label) by ``span`` tokens.
+
+    ``advance`` None: rope ids grow by one a token; else all tokens share one rope id and the next is ``advance`` further.
+    ``prefix``: in a step that does not commit, the row reads these slots instead of its own stream.
+    """
 
     rid: RequestId
     label: str
     span: int
+    advance: int | None = None
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True)
@@ -281,7 +321,10 @@ class StepContext:
 
 @dataclass(frozen=True)
 class StepRow:
-    """One stream's view in a step. ``length`` counts the slots after the write; pages cover exactly that length."""
+    """One stream's view in a step. ``length`` counts the slots after the write; pages cover exactly that length.
+
+    Where the tables do not commit, ``length`` counts the slots that are read from pages, which may be none.
+    """
 
     rid: RequestId
     label: str
@@ -292,11 +335,15 @@ class StepRow:
 
 @dataclass(frozen=True)
 class StepTables:
-    """The page tables of one step as plain lists, in segment order."""
+    """The page tables of one step as plain lists, in segment order.
+
+    ``commit`` False: K and V of the step's tokens are seen by their own row, after its pages, and are stored nowhere.
+    """
 
     page_size: int
     rows: tuple[StepRow, ...]
     causal: bool = True
+    commit: bool = True
 
 
 def last_page_length(length: int, page_size: int) -> int:
@@ -312,12 +359,14 @@ def last_page_length(length: int, page_size: int) -> int:
 class RowInputs:
     """What a model runs for one row: ids [tokens] at rope ids ``positions`` [tokens].
 
-    ``logits_from``: logits are wanted for tokens[logits_from:] of this row; None = for none of them.
+    ``logits_from``: logits are wanted for tokens[logits_from:] of this row; None = for none of them. A row that is a block has
+    no ids: ``block`` is its content, encoded where the walk encodes, and ``positions`` has one entry a slot.
     """
 
     ids: Sequence[int]
     positions: Sequence[int]
     logits_from: int | None = None
+    block: Any = None
 
 
 # -- why admit said no -------------------------------------------------------------------------------------------------
@@ -605,8 +654,78 @@ class Continued:
     text: str
 
 
-#: Raw text, token ids, a chat, or a continuation.
-Prompt: TypeAlias = str | Sequence[int] | Chat | Continued
+@dataclass(frozen=True)
+class Kept:
+    """A text of a conversation as the ids that were really generated, without the model's begin and end tokens."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Texts and pictures in the order written, answered in words (``output`` "text") or with a picture ("picture").
+
+    A part is a str, Kept, or a picture: a PIL image, a path (pathlib.Path), or an array [height, width, channels].
+    ``settings`` say how a picture is drawn, by the names of ``draw``; what is not named is the model's default.
+    """
+
+    parts: tuple[Any, ...]
+    output: str = "text"
+    think: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+#: Raw text, token ids, a chat, a continuation, or texts and pictures.
+Prompt: TypeAlias = str | Sequence[int] | Chat | Continued | Mixed
+
+
+def ask(*parts: Any, think: bool = False) -> Mixed:
+    """Ask about pictures: texts and pictures in the order written, answered in words.
+
+    >>> ask("How many circles?").output
+    'text'
+    """
+    return Mixed(parts, "text", think)
+
+
+def draw(
+    *parts: Any,
+    think: bool = False,
+    size: tuple[int, int] | None = None,
+    num_timesteps: int | None = None,
+    timestep_shift: float | None = None,
+    cfg_text_scale: float | None = None,
+    cfg_img_scale: float | None = None,
+    cfg_interval: tuple[float, float] | None = None,
+    cfg_renorm: str | None = None,
+    cfg_renorm_min: float | None = None,
+    vae_sample: str | None = None,
+    noise: Any = None,
+) -> Mixed:
+    """Ask for a picture: of a text, or an edit of the pictures among ``parts``. What is None is the model's default.
+
+    Args:
+        think: let the model write down a plan first.
+        size: (height, width) in pixels.
+        num_timesteps: points of the noise schedule; one less is the number of evaluations.
+        timestep_shift: how much of the schedule is spent where the picture is noise.
+        cfg_text_scale: how far the picture follows the latest text; 1 = no guidance.
+        cfg_img_scale: how far it follows the pictures given; does nothing without text guidance.
+        cfg_interval: (low, high): guided while low < t <= high.
+        cfg_renorm: "global", "channel" or "text_channel".
+        cfg_renorm_min: least factor by which guidance may shrink a velocity.
+        vae_sample: "sample" encodes pictures with noise from the request's seed, "mean" without.
+        noise: the start noise itself, [tokens, channels], instead of the seed's.
+
+    >>> draw("a red circle", size=(64, 64)).settings
+    {'size': (64, 64)}
+    """
+    settings = {
+        "size": size, "num_timesteps": num_timesteps, "timestep_shift": timestep_shift, "cfg_text_scale": cfg_text_scale,
+        "cfg_img_scale": cfg_img_scale, "cfg_interval": cfg_interval, "cfg_renorm": cfg_renorm,
+        "cfg_renorm_min": cfg_renorm_min, "vae_sample": vae_sample, "noise": noise,
+    }  # fmt: skip
+    return Mixed(parts, "picture", think, {name: value for name, value in settings.items() if value is not None})
 
 
 def chat(user: str, *, system: str | None = None) -> Chat:
@@ -718,8 +837,16 @@ class ModelSpec(Protocol):
         """Slots each label needs: {label: (of the prompt, at the end)}. The last sampled token is never written."""
         ...
 
-    def prepare_inputs(self, walk: str, record: PromptRecord, generated: Sequence[int]) -> WalkInputs | None:
-        """Untrimmed inputs of the next pass of ``walk``; None vetoes the step."""
+    def begin(self, record: PromptRecord) -> Any:
+        """Make what the model keeps of one request between passes (the picture being drawn); None for most."""
+        ...
+
+    def prepare_inputs(self, walk: str, record: PromptRecord, generated: Sequence[int], state: Any = None) -> WalkInputs | None:
+        """Untrimmed inputs of the next pass of ``walk``; None vetoes the step. ``state`` is what ``begin`` made, unchanged."""
+        ...
+
+    def encode(self, walk: str, content: Any) -> Any:
+        """Turn the content of a block into what ``forward`` takes of it; called for walks that encode, once a digest."""
         ...
 
     def split_inputs(self, walk: str, inputs: WalkInputs, matches: Mapping[str, Match]) -> WalkInputs:
@@ -729,9 +856,34 @@ class ModelSpec(Protocol):
     def forward(self, walk: str, rows: Sequence[RowInputs], attention: Any) -> Sequence[Any]:
         """Run one step; ``attention`` is a planned AttentionBackend.
 
-        Returns, for each row, float32 logits [wanted, vocab_size], or None where ``logits_from`` is None.
+        Returns, for each row, float32 logits [wanted, vocab_size]; where ``logits_from`` is None, None, or in a walk that loops
+        without sampling what ``finish_pass`` is told.
         """
         ...
+
+    def finish_pass(self, walk: str, state: Any, output: Any) -> bool:
+        """A pass of a loop that samples nothing is over: take main's ``output`` into ``state``; True when the loop ends."""
+        ...
+
+    def outputs(self, state: Any) -> Mapping[str, Any]:
+        """What a finished request hands out beside its tokens, by field of GenerationResult."""
+        ...
+
+
+class TextOnly:
+    """The hooks of a ModelSpec that a model of ids in and ids out has no use for."""
+
+    def begin(self, record: PromptRecord) -> Any:
+        return None
+
+    def encode(self, walk: str, content: Any) -> Any:
+        return content
+
+    def finish_pass(self, walk: str, state: Any, output: Any) -> bool:
+        return True
+
+    def outputs(self, state: Any) -> Mapping[str, Any]:
+        return {}
 
 
 def drop_leading(inputs: WalkInputs, matches: Mapping[str, Match]) -> WalkInputs:
@@ -741,4 +893,5 @@ def drop_leading(inputs: WalkInputs, matches: Mapping[str, Match]) -> WalkInputs
     {'main': [7]}
     """
     ids = {label: x[matches[label].slots :] if label in matches else x for label, x in inputs.ids.items()}
-    return WalkInputs(ids, inputs.tensors, inputs.kwargs, inputs.step_info, inputs.positions)
+    blocks = {label: block for label, block in inputs.blocks.items() if label not in matches}
+    return replace(inputs, ids=ids, blocks=blocks)
