@@ -128,7 +128,7 @@ class TextProcessor:
     # -- chat ----------------------------------------------------------------------------------------------------------
 
     def _chat(self, chat: Chat) -> PromptRecord:
-        _check_chat(chat)
+        check_chat(chat)
         text = self._render(chat.messages)
         plain = self._encode(text)
         if not chat.kept_messages:
@@ -167,7 +167,12 @@ class TextProcessor:
         return text
 
 
-def _check_chat(chat: Chat) -> None:
+def check_chat(chat: Chat) -> None:
+    """Check a chat's messages, and what of them is kept.
+
+    Raises:
+        InputError: no message, one that is no pair of str, a last one that is not the user's, or kept ids that do not fit.
+    """
     for i, message in enumerate(chat.messages):
         if not (isinstance(message, tuple | list) and len(message) == 2 and all(isinstance(part, str) for part in message)):
             raise InputError(f"message {i} of the chat is {message!r}; each is a pair (role, content) of str")
