@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvlab.errors import InputError
+from kvlab.options import is_whole
 
 START, VAE = "start", "vae"  # what noise is for: the picture to be drawn, or the encoding of one that was given
 MEAN = "mean"  # the identity of no noise
@@ -30,7 +31,7 @@ def read_seed(seed: Any) -> int:
     """
     if seed is None:
         return secrets.randbits(63)
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+    if not is_whole(seed):
         raise InputError(f"the seed is {seed!r}; give a whole number, or None for a picture that nobody can draw again")
     return int(seed)
 

@@ -7,7 +7,7 @@ cfg_text  the first slots of main, read in place: what is left without the lates
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -132,7 +132,7 @@ class Plan:
         return (*prompt, DECODE, CLOSE_TEXT, DRAW) if self.think else (*prompt, DRAW)
 
     def reply_slots(self, max_tokens: int) -> int:
-        """Most slots of main after the prompt: a begin token and all ids but the last; of thoughts that too, and an end token."""
+        """Most slots of main after the prompt: a begin token, all ids but the last, and of thoughts that and an end token."""
         if not max_tokens or (self.drawing is not None and not self.think):
             return 0
         return max_tokens + (0 if self.drawing is None else 2)
@@ -154,8 +154,3 @@ def closing(generated: Sequence[int], eos: int) -> list[int]:
     ([6, 2], [2])
     """
     return [eos] if generated[-1] == eos else [generated[-1], eos]
-
-
-def plan_of(metadata: Mapping[str, Plan]) -> Plan:
-    """Return the plan that a prompt's record carries."""
-    return metadata["plan"]

@@ -9,6 +9,7 @@ import numpy as np
 from kvlab.errors import InputError
 from kvlab.models.bagel.config import BagelConfig, ResizeRule
 from kvlab.models.bagel.pictures import Pixels, require_pillow
+from kvlab.options import is_whole
 
 
 def resized_size(rule: ResizeRule, height: int, width: int) -> tuple[int, int]:
@@ -60,10 +61,10 @@ def require_size(config: BagelConfig, size: Any) -> tuple[int, int]:
     Raises:
         InputError: it is none, or not a legal one; the message names the nearest that is.
     """
-    if not isinstance(size, tuple | list) or len(size) != 2 or not all(type(side) is int for side in size):
+    if not isinstance(size, tuple | list) or len(size) != 2 or not all(map(is_whole, size)):
         raise InputError(f"size is {size!r}; give (height, width) in pixels")
     stride, limit = config.latent_stride, config.max_latent_side * config.latent_stride
-    height, width = (min(max(stride, (side + stride // 2) // stride * stride), limit) for side in size)
+    height, width = (min(max(stride, (side + stride // 2) // stride * stride), limit) for side in map(int, size))
     if tuple(size) != (height, width):
         raise InputError(
             f"size {tuple(size)} cannot be drawn: both sides are multiples of {stride} from {stride} to {limit} pixels; the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,6 +12,7 @@ from kvlab.errors import InputError
 from kvlab.models.bagel.config import BagelConfig
 from kvlab.models.bagel.flow import Guidance
 from kvlab.models.bagel.resizing import default_size, require_size
+from kvlab.options import is_number, whole
 
 #: As released, for a picture of texts alone ...
 OF_TEXT: Mapping[str, Any] = MappingProxyType(
@@ -75,11 +75,12 @@ def read_drawing(
     values |= {name: value for name, value in settings.items() if name in OF_TEXT}
     size = settings.get("size")
     height, width = (picture_size or default_size(config)) if size is None else require_size(config, size)
-    drawing = Drawing(height, width, _points(values), _number(values, "timestep_shift", above=0.0), _guidance(values))
+    points = whole("num_timesteps", values["num_timesteps"], 2, "n points are n - 1 evaluations")
+    drawing = Drawing(height, width, points, _number(values, "timestep_shift", above=0.0), _guidance(values))
     if drawing.guidance.uses_text and not has_text:
         raise InputError(
-            f"cfg_text_scale is {drawing.guidance.text_scale:g} and there is no text to follow; give a text, or leave the scale "
-            "out"
+            f"cfg_text_scale is {drawing.guidance.text_scale:g} and there is no text to follow; give a text, or leave the "
+            "scale out"
         )
     return drawing
 
@@ -102,7 +103,7 @@ def check_names(settings: Mapping[str, Any]) -> None:
 
 def _guidance(values: Mapping[str, Any]) -> Guidance:
     interval = values["cfg_interval"]
-    if not isinstance(interval, tuple | list) or len(interval) != 2 or not all(map(_is_number, interval)):
+    if not isinstance(interval, tuple | list) or len(interval) != 2 or not all(map(is_number, interval)):
         raise InputError(f"cfg_interval is {interval!r}; give (low, high) with 0 <= low <= high <= 1")
     return Guidance(
         text_scale=_number(values, "cfg_text_scale"),
@@ -113,19 +114,8 @@ def _guidance(values: Mapping[str, Any]) -> Guidance:
     )
 
 
-def _points(values: Mapping[str, Any]) -> int:
-    points = values["num_timesteps"]
-    if type(points) is not int or points < 2:
-        raise InputError(f"num_timesteps is {points!r}; give a whole number of at least 2: n points are n - 1 evaluations")
-    return points
-
-
 def _number(values: Mapping[str, Any], name: str, *, above: float | None = None) -> float:
     value = values[name]
-    if not _is_number(value) or value < 0 or (above is not None and value <= above):
+    if not is_number(value) or value < 0 or (above is not None and value <= above):
         raise InputError(f"{name} is {value!r}; give a number {'of at least 0' if above is None else f'above {above:g}'}")
     return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
