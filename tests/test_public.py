@@ -23,8 +23,10 @@ NAMES = [
     "Recorder",
     "StallError",
     "__version__",
+    "ask",
     "cache",
     "chat",
+    "draw",
     "fetch",
     "lab",
     "load",
@@ -39,7 +41,11 @@ SIGNATURES = {
     "page_size, finish_reason, ttft_ms, total_ms, tokens_per_s, misses, model, request, fork=None, logprobs=(), "
     "prompt_logprobs=(), held_steps=0, preemptions=0, resumed_tokens=0, offloads=0, error=None, stop_ids=frozenset())",
     "Recorder": "(*, clock, max_events=500000, log_path=None)",
+    "ask": "(*parts, think=False)",
     "chat": "(user, *, system=None)",
+    "draw": "(*parts, think=False, size=None, num_timesteps=None, timestep_shift=None, cfg_text_scale=None, "
+    "cfg_img_scale=None, cfg_interval=None, cfg_renorm=None, cfg_renorm_min=None, vae_sample=None, noise=None, "
+    "vae_noise=None)",
     "fetch": "(name, *, say=announce)",
     "load": "(name_or_path, *, num_pages=None, pool_bytes=None, page_size=16, dtype=None, kv_dtype=None, device=None, seed=0, "
     "record=True, event_log=None, max_seq_len=None, max_concurrent_requests=None, admission=None, "
