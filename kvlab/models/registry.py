@@ -110,7 +110,8 @@ def _fetch(name: str, say: Say) -> Path:
     if source is None:
         raise InputError(
             f"no model is called {name!r}{_nearest(name)}; known names are {', '.join(KNOWN)}, 'org/name' of the Hugging Face "
-            f"hub, folders of KVLAB_MODELS, and paths of a checkpoint folder or a GGUF file (none of this name in {_listed(name, source)})"
+            "hub, folders of KVLAB_MODELS, and paths of a checkpoint folder or a GGUF file (none of this name in "
+            f"{_listed(name, source)})"
         )
     if isinstance(source, ShippedSource):
         raise FetchError(f"{name!r} is {source.how} and is not there (looked at {_listed(name, source)}); install kvlab again")
