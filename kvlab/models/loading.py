@@ -137,6 +137,7 @@ def load_text_model(
     torch_dtype(dtype)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, say=say)
     check_memory({"weights": checkpoint.weights_bytes(dtype)}, place)
+    named_ends(checkpoint.folder)  # before transformers reads the same fields and blames the tokenizer
     net = load_network(checkpoint, torch_dtype(dtype), place)
     tokenizer = load_tokenizer(checkpoint.folder)
     ends = stop_ids(checkpoint.folder, tokenizer)
@@ -262,8 +263,8 @@ def _opened(file: Path) -> Any:
         raise LoadError(f"{file} ({size:,} bytes) is not a whole safetensors file: {e}; get it again") from e
 
 
-def stop_ids(folder: Path, tokenizer: Any) -> list[int]:
-    """Return every id that a folder's generation config, config or tokenizer calls an end.
+def named_ends(folder: Path) -> set[int]:
+    """Return every id that a folder's generation config or config calls an end.
 
     Raises:
         LoadError: one of them is no id.
@@ -275,5 +276,10 @@ def stop_ids(folder: Path, tokenizer: Any) -> list[int]:
         if not all(is_whole(one) and one >= 0 for one in ids):
             raise LoadError(f"{folder / file}: field eos_token_id is {value!r}; a token id, or a list of them, is needed")
         found.update(ids)
+    return found
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> list[int]:
+    """Return every id that a folder's generation config, config or tokenizer calls an end."""
     end = getattr(tokenizer, "eos_token_id", None)
-    return sorted(found | ({end} if end is not None else set()))
+    return sorted(named_ends(folder) | ({end} if end is not None else set()))
