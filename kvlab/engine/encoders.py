@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from kvlab.engine.run import Run
-from kvlab.errors import InputError
 from kvlab.events import Event, MediaEncoded
+from kvlab.options import whole
 from kvlab.spec import Block, ModelSpec, Walk
 
 Key = tuple[str, str, bytes]  # salt, walk, digest
@@ -30,9 +30,7 @@ class EncoderMemo:
     """
 
     def __init__(self, model: ModelSpec, max_bytes: int, record: Callable[[Event], None] | None = None) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0:
-            raise InputError(f"encoder_cache_bytes is {max_bytes!r}; it must be a whole number of at least 0")
-        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.max_bytes, self.num_bytes = whole("encoder_cache_bytes", max_bytes, 0), 0
         self._model, self._record = model, record
         self._kept: OrderedDict[Key, Any] = OrderedDict()
 

@@ -171,7 +171,7 @@ class TextProcessor:
 def refuse_mixed(prompt: Any) -> None:
     """Raise InputError for texts and pictures, which a model of text cannot read or draw."""
     if isinstance(prompt, Mixed):
-        raise InputError("this model reads and writes text alone, and the prompt is one of texts and pictures; load a BAGEL model")
+        raise InputError("this model reads and writes text alone, and the prompt is of texts and pictures; load a BAGEL model")
 
 
 def _check_chat(chat: Chat) -> None:
@@ -226,4 +226,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:
-        raise LoadError(f"the tokenizer in {folder} cannot be read ({type(e).__name__}: {e}); get it again") from e
+        raise LoadError(
+            f"the tokenizer in {folder}, or the config.json read with it, cannot be read ({type(e).__name__}: {e}); get both "
+            "again"
+        ) from e
