@@ -218,25 +218,25 @@ class BagelModel:
         return [None if start is None else self.net.logits(h[start:]) for start, h in wanted]
 
     def _embedded(self, walk: str, rows: Sequence[RowInputs]) -> Iterator[Tensor]:
-        canvases: dict[int, Tensor] = {}  # each is embedded once, for all its contexts
+        canvases: dict[Canvas, Tensor] = {}  # each is embedded once, for all its contexts
         for row in rows:
-            if walk == DRAW:
-                canvas: Canvas = row.block.canvas
-                if id(canvas) not in canvases:
-                    block = self.net.embed_latents(canvas.latents, canvas.grid, canvas.t)
-                    canvases[id(canvas)] = self.net.between_markers(block)
-                yield canvases[id(canvas)]
-            else:
+            if walk != DRAW:
                 yield self.net.embed_text(row.ids) if row.block is None else row.block
+                continue
+            canvas: Canvas = row.block.canvas
+            if canvas not in canvases:
+                block = self.net.embed_latents(canvas.latents, canvas.grid, canvas.t)
+                canvases[canvas] = self.net.between_markers(block)
+            yield canvases[canvas]
 
     def _velocities(self, rows: Sequence[RowInputs], hidden: Sequence[Tensor]) -> list[Tensor | None]:
         """Return each canvas's combined velocity at its main row, None at the others."""
-        found: dict[int, dict[str, Tensor]] = {}
+        found: dict[Canvas, dict[str, Tensor]] = {}
         for row, h in zip(rows, hidden, strict=True):
             branch: Branch = row.block
-            found.setdefault(id(branch.canvas), {})[branch.label] = self.net.velocity(h[1:-1])  # without the markers
-        combined = {id(row.block.canvas): row.block.canvas.combine(found[id(row.block.canvas)]) for row in rows}
-        return [combined[id(row.block.canvas)] if row.block.label == MAIN else None for row in rows]
+            found.setdefault(branch.canvas, {})[branch.label] = self.net.velocity(h[1:-1])  # without the markers
+        combined = {canvas: canvas.combine(velocities) for canvas, velocities in found.items()}
+        return [combined[row.block.canvas] if row.block.label == MAIN else None for row in rows]
 
 
 def _plan(record: PromptRecord) -> Plan:
