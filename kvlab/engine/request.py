@@ -12,7 +12,7 @@ from typing import Any
 
 from kvlab.engine.sampler import SamplingParams
 from kvlab.errors import InputError
-from kvlab.options import is_number, plain, whole
+from kvlab.options import is_number, plain, require_switch, require_text, whole
 from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention, RetentionPolicy, check_salt
 
 
@@ -76,9 +76,10 @@ class RequestOptions:
             raise InputError(f"deadline_s is {self.deadline_s!r}; give a number of seconds above 0, or None")
         if self.window is not None:
             _check_window(self.window)
-        for name, kind in (("ignore_eos", bool), ("prefix_cache", bool), ("salt", str), ("name", str)):
-            if not isinstance(getattr(self, name), kind):
-                raise InputError(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
+        for name in ("ignore_eos", "prefix_cache"):
+            require_switch(name, getattr(self, name))
+        for name in ("salt", "name"):
+            require_text(name, getattr(self, name))
         check_salt("salt", self.salt)
         if not isinstance(self.fields, Mapping):
             raise InputError(f"fields is {self.fields!r}; give a mapping of the model's own inputs")
