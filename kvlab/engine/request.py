@@ -64,6 +64,16 @@ class RequestOptions:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     @property
+    def deadlines(self) -> str:
+        """The deadlines that were asked for, in words.
+
+        >>> RequestOptions(deadline_s=2.5, deadline_steps=9).deadlines
+        'deadline_s is 2.5, deadline_steps is 9'
+        """
+        asked = {"deadline_s": self.deadline_s, "deadline_steps": self.deadline_steps}
+        return ", ".join(f"{name} is {value}" for name, value in asked.items() if value is not None)
+
+    @property
     def window_policy(self) -> RetentionPolicy | None:
         """The window as the cache takes it."""
         return None if self.window is None else RetentionPolicy(*self.window)
@@ -188,7 +198,7 @@ class MissTable(Sequence[Miss]):
         return hash(self._rows)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{m.label}[{m.start}:{m.stop}] {m.cause}" for m in self._rows[:4])
+        shown = ", ".join(f"{m.label}[{m.start}:{m.stop}] {_cause_words(m)}" for m in self._rows[:4])
         more = f", and {len(self._rows) - 4} more" if len(self._rows) > 4 else ""
         return f"MissTable({shown}{more})"
 
@@ -205,6 +215,12 @@ class MissTable(Sequence[Miss]):
         return [
             {"label": m.label, "start": m.start, "stop": m.stop, "cause": m.cause, "evidence": m.evidence} for m in self._rows
         ]
+
+
+def _cause_words(miss: Miss) -> str:
+    """The cause, and of an eviction that made no room (a reset) also why."""
+    says_more = miss.cause == "evicted" and not miss.evidence.startswith("evicted")
+    return f"{miss.cause}, {miss.evidence}" if says_more and miss.evidence else miss.cause
 
 
 def _cell(text: str, tag: str = "td") -> str:
