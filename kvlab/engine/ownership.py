@@ -45,7 +45,8 @@ class Ownership:
         if not self._lock.acquire(blocking=False):
             raise InputError(
                 f"{verb} was called in thread {here!r} while thread {self._thread!r} is inside {self._verb} of the same "
-                "engine; an engine belongs to one thread: give each thread its own, or hand prompts to one thread through a queue"
+                "engine; an engine belongs to one thread: give each thread its own, or hand prompts to one of them through a "
+                "queue"
             )
         try:
             if not self._depth:
