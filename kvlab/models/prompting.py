@@ -175,11 +175,7 @@ def refuse_mixed(prompt: Any) -> None:
 
 
 def check_chat(chat: Chat) -> None:
-    """Check a chat's messages, and what of them is kept.
-
-    Raises:
-        InputError: no message, one that is no pair of str, a last one that is not the user's, or kept ids that do not fit.
-    """
+    """Raise InputError for a chat that is no list of (role, content), ends with no user turn, or keeps what cannot be."""
     for i, message in enumerate(chat.messages):
         if not (isinstance(message, tuple | list) and len(message) == 2 and all(isinstance(part, str) for part in message)):
             raise InputError(f"message {i} of the chat is {message!r}; each is a pair (role, content) of str")
