@@ -893,7 +893,7 @@ class ModelSpec(Protocol):
         ...
 
     def outputs(self, state: Any) -> Mapping[str, Any]:
-        """What a finished request hands out beside its tokens, by field of GenerationResult."""
+        """What a request hands out whose loop without sampling has ended, by field of GenerationResult."""
         ...
 
 

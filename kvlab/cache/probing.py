@@ -90,7 +90,8 @@ class Prober:
         A laid-out prompt is matched whole, whatever its first walk writes.
         """
         limit = chain.lendable_pages if chain.layout else min(chain.match_limit(num_slots), chain.lendable_pages)
-        pages = index.lookup(stream.root, chain.keys)[:limit]
+        keys = chain.keys[: chain.keyed_pages] if chain.layout else chain.keys  # a picture's end has the key of a last page
+        pages = index.lookup(stream.root, keys)[:limit]
         self._counters.probes += 1
         if pages:
             self._pool.lease(stream, pages)

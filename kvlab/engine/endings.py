@@ -74,7 +74,7 @@ class Endings(ABC):
             if not (walk.loops and walk.samples):
                 break
             run.walk_index += 1
-        if run.walk_index == len(run.schedule):
+        if run.walk_index == len(run.schedule) and run.first_pass_s is not None:
             run.outputs = self._outputs(run)
 
     def _take_token(self, run: Run, walk: Walk, sampled: Sampled) -> None:
