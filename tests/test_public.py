@@ -39,7 +39,8 @@ SIGNATURES = {
     "recorder=None, clock=monotonic, seed=0, offload_policy='lru', profile='kvlab')",
     "GenerationResult": "(rid, name, text, ids, prompt_ids, prompt_tokens, cached_tokens, cached_by_label, pages_matched, "
     "page_size, finish_reason, ttft_ms, total_ms, tokens_per_s, misses, model, request, fork=None, logprobs=(), "
-    "prompt_logprobs=(), held_steps=0, preemptions=0, resumed_tokens=0, offloads=0, error=None, stop_ids=frozenset())",
+    "prompt_logprobs=(), held_steps=0, preemptions=0, resumed_tokens=0, offloads=0, error=None, stop_ids=frozenset(), "
+    "encoder_calls=0, first_pass_ms=None, pixels=None, opening_ids=())",
     "Recorder": "(*, clock, max_events=500000, log_path=None)",
     "ask": "(*parts, think=False)",
     "chat": "(user, *, system=None)",
@@ -71,7 +72,7 @@ MEMBERS = {
         "take_over",
         "unpin",
     ],
-    "GenerationResult": ["follow_up"],
+    "GenerationResult": ["follow_up", "image"],
 }
 
 

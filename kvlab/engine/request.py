@@ -250,6 +250,7 @@ class GenerationResult:
     cancelled | deadline | error; ``error`` is set for the last two; a picture without a written plan ends with "stop".
     ``resumed_tokens`` were found cached after preemptions, and count as no hit; ``offloads`` = times it made room on host
     pages. ``encoder_calls`` = encoder runs for its pictures. ``pixels`` of the picture: uint8 tensor [height, width, 3].
+    ``opening_ids`` were written before the first of ``ids`` and not sampled.
     """
 
     rid: RequestId
@@ -281,6 +282,7 @@ class GenerationResult:
     encoder_calls: int = 0
     first_pass_ms: float | None = None
     pixels: Any = None
+    opening_ids: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 40 else self.text[:37] + "..."
@@ -318,7 +320,7 @@ class GenerationResult:
         prompt = self.request.prompt
         if isinstance(prompt, Mixed):
             return self._follow_up_mixed(prompt, text)
-        kept = (*self.prompt_ids, *self._reply_ids())
+        kept = (*self.prompt_ids, *self.opening_ids, *self._reply_ids())
         if isinstance(prompt, Chat):
             messages = (*prompt.messages, ("assistant", self.text), ("user", text))
             return Chat(messages, kept, len(prompt.messages) + 1)
