@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvlab.cache.keys import chain, chain_ids, cut_layout
+from kvlab.cache.kv import KVResource
+from kvlab.cache.misses import MissLog
 from kvlab.spec import (
     Block,
     Fork,
     KeyedPrompt,
+    KVLayout,
     Match,
     PrefixStream,
     RequestConfig,
@@ -237,3 +240,26 @@ class MediaDriver:
             assert self.store.slots.get(at) == value, f"slot {slot} of {rid} is not what a cold run holds"
         self.kv.commit(step, ctx)
         return tables
+
+
+UNDERSTANDING = [text(20), picture(30), text(25)]
+
+
+def media_driver(
+    page_size: int = 16,
+    num_pages: int = 24,
+    walks: Mapping[str, PrefixStream] = MEDIA,
+    store: SlotStore | None = None,
+    **options: Any,
+) -> MediaDriver:
+    """A driver over a fresh pool that checks itself and explains its misses."""
+    store = SlotStore() if store is None else store
+    layout = KVLayout(1, 1, 8, page_size)
+    kv = KVResource(layout, num_pages, store=store, miss_log=MissLog(num_pages), check_invariants=True, **options)
+    kv.enable_prefix_cache(b"r" * 32, walks)
+    return MediaDriver(kv, store)
+
+
+def miss_ranges(d: MediaDriver, rid: Any) -> list[tuple[int, int, str]]:
+    """What a request computed, and why."""
+    return [(m.start, m.stop, m.cause) for m in d.kv.cached_misses(rid)]

@@ -41,13 +41,15 @@ from kvlab.spec import (
 )
 
 PAGE = 4
-NUM_PAGES = 28
+NUM_PAGES = 20
 GUIDED = MEDIA | {"cfg_img": PrefixStream("cfg_img", walk="prefill_text", trims_guided=True)}
 RIDS = st.integers(0, 3)
-TEXTS = st.builds(text, st.sampled_from([1, 3, 4, 6, 9]))
+TEXTS = st.builds(text, st.sampled_from([3, 6, 8]))
 WALKS = st.sampled_from(["prefill_vae", "prefill_vit"])
-PICTURES = st.builds(picture, st.sampled_from([2, 4, 5, 7, 11]), st.sampled_from([b"red", b"blue"]), WALKS)
-OPENINGS = st.sampled_from([[], [text(6), picture(7)], [picture(5), picture(11)], [text(4), picture(4), text(3), picture(2)]])
+PICTURES = st.builds(picture, st.sampled_from([4, 5, 7, 11]), st.sampled_from([b"red", b"red", b"blue"]), WALKS)
+OPENINGS = st.sampled_from(
+    [[text(8), picture(6)], [text(6), picture(7)], [picture(5), picture(11)], [text(4), picture(4), text(3), picture(2)]]
+)
 RESTS = st.lists(st.one_of(TEXTS, PICTURES), min_size=1, max_size=3)
 PROMPTS = st.builds(lambda opening, rest: [*opening, *rest], OPENINGS, RESTS)
 
@@ -129,12 +131,12 @@ class MediaLifecycle(RuleBasedStateMachine):
     # -- the cache as a whole
 
     @is_idle
-    @rule(num_pages=st.integers(1, 6))
+    @rule(num_pages=st.sampled_from([0, 0, 1, 1, 2, 3]))
     def evict(self, num_pages: int) -> None:
         self.both("evict", num_pages)
 
     @is_idle
-    @rule(really=st.integers(0, 5))
+    @rule(really=st.integers(0, 15))
     def reset_cache(self, really: int) -> None:
         if not really:
             self.epoch += 1
@@ -147,8 +149,9 @@ class MediaLifecycle(RuleBasedStateMachine):
         if rid in self.truths:
             return
         ids = list(range(sum(span.length for span in spans if span.kind == "ids")))
-        ids[-1:] = [1000 + last] if ids else []
         texts = [span for span in spans if span.kind == "ids"]
+        if texts:
+            ids[-texts[-1].length :] = [1000 + last] * texts[-1].length
         prompts = {"main": laid_out(spans, ids, PAGE)}
         if is_guided and texts:
             prompts["cfg_img"] = laid_out(texts, ids, PAGE)
@@ -160,18 +163,21 @@ class MediaLifecycle(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.truths)))
 
     @has_requests
-    @rule(data=st.data())
-    def remove(self, data) -> None:
-        self.drop(self.one(data))
+    @rule(data=st.data(), really=st.booleans())
+    def remove(self, data, really: bool) -> None:
+        if really:
+            self.drop(self.one(data))
 
     def drop(self, rid: int) -> None:
         self.both("remove_request", rid)
         self.truths.pop(rid)
 
     @has_requests
-    @rule(data=st.data(), free=st.booleans())
-    def rewind(self, data, free: bool) -> None:
+    @rule(data=st.data(), free=st.booleans(), really=st.integers(0, 3))
+    def rewind(self, data, free: bool, really: int) -> None:
         rid = self.one(data)
+        if really:
+            return
         self.both("reset_request", rid, free)
         old = self.truths[rid]
         self.truths[rid] = Truth(old.spans, old.ids, old.config)
@@ -189,6 +195,31 @@ class MediaLifecycle(RuleBasedStateMachine):
                 self.commit()
         if leaves and rid in self.truths:
             self.drop(rid)
+
+    @is_idle
+    @rule(spans=PROMPTS, lasts=st.lists(st.integers(0, 1), min_size=2, max_size=3))
+    def ask_again(self, spans: list[Span], lasts: list[int]) -> None:
+        """Strangers come with one prompt but for its last text, one after another."""
+        for rid, last in enumerate(lasts, 4):
+            if rid not in self.truths:
+                self.serve(rid, spans, bool(last), last, rid == 4)
+
+    @is_idle
+    @rule(spans=PROMPTS, walks=st.integers(1, 3), agreed=st.sampled_from([None, 0, 4]), by=st.integers(-1, 1))
+    def fall_out(self, spans: list[Span], walks: int, agreed: int | None, by: int) -> None:
+        """A repeat is served some walks, and then the next is not what it was laid out as, or is agreed on less."""
+        self.serve(7, spans, False, 0, True)
+        self.ingest(7, spans, False, 0)
+        for _ in spans[:walks]:
+            self.advance(7, None)
+            if self.in_flight is not None:
+                self.commit()
+        if agreed is not None:
+            self.advance(7, agreed)
+        if self.in_flight is None and 7 in self.truths:
+            self.fall_apart(7, by)
+        self.both("remove_request", 7)
+        self.truths.pop(7, None)
 
     @has_requests
     @rule(data=st.data(), agreed=st.sampled_from([None] * 6 + [0, 4]))
@@ -226,20 +257,25 @@ class MediaLifecycle(RuleBasedStateMachine):
                 assert match.positions == before + (1 if span.kind != "ids" else match.slots)
 
     @has_requests
-    @rule(data=st.data(), by=st.sampled_from([-1, 1]), is_probed=st.booleans())
-    def disagree(self, data, by: int, is_probed: bool) -> None:
-        """A walk of another size than its span, or one that nobody was asked about; the request ends afterwards."""
-        rid = self.one(data)
+    @rule(data=st.data(), by=st.integers(-1, 1))
+    def disagree(self, data, by: int) -> None:
+        self.fall_apart(self.one(data), by)
+
+    def fall_apart(self, rid: int, by: int) -> None:
+        """A walk of another size than its span, or (by 0) one that nobody was asked about; the request ends afterwards."""
         truth = self.truths[rid]
-        if truth.done >= len(truth.spans):
+        if not 0 < truth.done < len(truth.spans):
             return
         span = truth.spans[truth.done]
-        count = span.length + by if is_probed else span.length
-        inputs = WalkInputs({}, blocks={"main": Block(count, 1)} if count else {})
-        if is_probed:
+        inputs = WalkInputs({}, blocks={"main": Block(span.length + by, 1)})
+        if by:
             self.both("resolve_cached_prefix", rid, NODE, span.walk, inputs)
-        else:
-            self.both("note_unprobed", rid, NODE, span.walk, inputs, "opaque_inputs")
+        elif self.both("note_unprobed", rid, NODE, span.walk, inputs, "opaque_inputs") != "refused":
+            step, ctx = Step(0, NODE, span.walk, (Segment(rid, "main", span.length),)), StepContext(frozenset({rid}))
+            if self.both("admit", step, ctx) is None:
+                assert self.both("plan", step, ctx).rows[0].length == len(truth.cold("main", truth.done + 1))
+                self.both("commit", step, ctx)
+                assert self.kv.stream(rid).chain is None
         self.drop(rid)
 
     @has_requests
