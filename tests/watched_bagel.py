@@ -72,18 +72,17 @@ class Watched:
         self.engine: Engine = build_engine(
             model,
             page_size=page_size,
-            num_pages=400,
             attention=lambda store: WatchedAttention(store, num_heads=model.num_heads),
-            **settings,
+            **({"num_pages": 400} | settings),
         )
-        self._decode, self._forward, self._encode = model.net.decode, model.forward, model.encode
+        self._decode, self._forward = model.net.decode, model.forward
         model.net.decode, model.forward = self._watch_decode, self._watch_forward
 
     def __enter__(self) -> Watched:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.model.net.decode, self.model.forward = self._decode, self._forward
+        del self.model.net.decode, self.model.forward  # what the classes define shows again
         self.engine.check()
         self.engine.close()
 
@@ -106,6 +105,10 @@ class Watched:
         if result.error is not None:
             raise result.error
         return result
+
+    def walks(self) -> list[str]:
+        """Names of the walks whose passes were seen, in order and each once."""
+        return list(dict.fromkeys(s.walk for s in self.seen))
 
     def rows(self, walk: str, label: str = "main", rid: Any = None) -> list[Seen]:
         return [s for s in self.seen if s.walk == walk and s.row.label == label and rid in (None, s.row.rid)]
