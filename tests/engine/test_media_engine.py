@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,24 @@ def test_a_follow_up_about_a_picture_extends_the_first_turn_token_for_token(trac
     assert first.finish_reason == "length"
     assert second.cached_tokens == (first.prompt_tokens + len(first.ids)) // 4 * 4  # the opening id, and all but the last
     assert second.encoder_calls == 0
+
+
+def test_b29_a_layout_that_lies_about_a_picture_files_nothing_past_its_text(tracer, monkeypatch, caplog):
+    engine = tracer(media=True, page_size=4)
+    process = engine.model.processor.process_prompt
+
+    def lying(prompt: Any, fields: Any) -> Any:
+        record = process(prompt, fields)
+        text, look, *rest = record.layouts["kv"]["main"]
+        spans = (text, replace(look, length=look.length - 1), *rest)
+        return replace(record, layouts={"kv": {"main": spans}})
+
+    want = engine.model.reply(ask(LONG, RED, TEXT), 6)
+    monkeypatch.setattr(engine.model.processor, "process_prompt", lying)
+    results = [engine.generate(ask(LONG, RED, TEXT), max_tokens=6) for _ in range(2)]
+    assert [list(r.ids) for r in results] == [want, want]
+    assert [r.cached_tokens for r in results] == [0, 20]
+    assert "writes 17 slots" in caplog.text
 
 
 def test_k18_7_a_sampled_encoding_is_shared_within_a_seed_alone(tracer):
