@@ -3,8 +3,9 @@
     ingest -> resolve (lease) -> apply (cut) -> admit (lease becomes pages, fresh pages) -> plan (tables)
            -> commit (lengths, filing) -> extend (keys of generated pages) -> ... -> remove
 
-One re-entrant lock guards it all; looking up and retaining a match is one hold. It moves page numbers; bytes move only in
-forks, through a PageStore.
+A walk that the lease covers whole runs no step; the lease waits for the first walk that does. One re-entrant lock guards it
+all; looking up and retaining a match is one hold. It moves page numbers; bytes move in forks, to and from the host, and where a
+page is copied that a picture ends on, through a PageStore.
 """
 
 from __future__ import annotations

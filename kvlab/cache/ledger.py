@@ -32,11 +32,12 @@ class MissLedger:
 
     def note(self, request: KVRequest, stream: CacheStream, num_tokens: int, cause: str, evidence: str) -> None:
         """The next ``num_tokens`` prompt slots of ``stream`` will be computed because of ``cause``."""
-        start = stream.begins_at
-        is_explained = stream.reported and stream.laid is not None and start < stream.laid.num_slots
-        if num_tokens and not is_explained:
-            miss = Miss(stream.label, start, start + num_tokens, cause, evidence)
-            request.notes.setdefault(stream.label, {})[start] = (miss,)
+        start, notes = stream.begins_at, request.notes.setdefault(stream.label, {})
+        is_explained = start not in notes and any(m.start <= start < m.stop for causes in notes.values() for m in causes)
+        if num_tokens and not (is_explained and stream.laid is not None and stream.laid.spans):
+            notes[start] = (Miss(stream.label, start, start + num_tokens, cause, evidence),)
+        if not notes:
+            del request.notes[stream.label]
 
     def note_unkeyed(self, request: KVRequest, stream: CacheStream, walk: str, num_tokens: int) -> None:
         """A walk of a stream without a chain will run."""

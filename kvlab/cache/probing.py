@@ -78,10 +78,10 @@ class Prober:
     def _why_unprobed(self, request: KVRequest, stream: CacheStream, walk: str) -> tuple[str, str] | None:
         if not self._filing.is_probed(stream, walk):
             return "walk_not_keyed", f"walk {walk!r} is not the one that writes the keyed text of {stream.label!r}"
-        if not stream.is_fresh:
-            return "not_fresh", f"the stream held {stream.stored_len} slots already"
         if request.config.prompt_logprobs:
             return "opted_out", "prompt logprobs need every row"
+        if not stream.is_fresh:
+            return "not_fresh", f"the stream held {stream.stored_len} slots already"
         return None
 
     def _look_up(self, stream: CacheStream, chain: PrefixChain, index: PrefixIndex, num_slots: int) -> None:

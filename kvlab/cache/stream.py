@@ -37,6 +37,8 @@ class CacheStream:
         converted  [L0 L1 L2 | P3 P4]                stored_len = 3 pages, P private and still empty
         committed  [L0 L1 L2 | P3 P4]                stored_len = 3 pages + span; L lent (hits), P offered when full
 
+    A lease may end with one page of its own, [L0 L1 L2 | E]: the copy of a page up to a picture's end.
+
     ``page_indices`` is a high-water list: it may hold more pages than ``stored_len`` needs.
     """
 

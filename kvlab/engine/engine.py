@@ -288,10 +288,8 @@ class Engine(Rounds):
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached page and encoded picture. Pages of running requests stay readable and are not offered again."""
-        served = self._served_on_lease()
         self.encoders.clear()
         dropped = [resource.reset_prefix_cache("asked") for resource in self._resources]
-        self._begin_anew(served)
         return all(dropped)
 
     def check(self) -> None:
@@ -329,10 +327,8 @@ class Engine(Rounds):
             self._weights_version = version
             self._weights_epoch += 1
             logger.info("the weights of %s changed in place: its prefix cache is dropped", self.model.name)
-            served = self._served_on_lease()
             self.encoders.clear()
             self._roots = moved_root(self.model, self._resources, self._weights_epoch)
-            self._begin_anew(served)
 
 
 def _fields(prompt: Prompt, options: RequestOptions) -> Mapping[str, Any]:

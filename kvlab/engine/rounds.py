@@ -74,27 +74,10 @@ class Rounds(Endings):
         self._running.append(run)
         if self.recorder is not None:
             self.recorder(RequestStarted(run.rid))
-        self._begin(run)
-
-    def _begin(self, run: Run) -> None:
         try:
             run.state = self.model.begin(run.record)
         except Exception as error:  # the others go on
             self._end(run, "error", error)
-
-    def _begin_anew(self, runs: Sequence[Run]) -> None:
-        """What these runs were served so far is gone: back to the first walk, where they are probed again."""
-        for run in runs:
-            for resource in self._resources:
-                resource.reset_request(run.rid)
-            run.start_over()
-            run.matched.clear()
-            self._begin(run)
-
-    def _served_on_lease(self) -> list[Run]:
-        """Runs that are past a walk whose pages they only hold a lease on."""
-        past = (run for run in self._running if run.walk_index)
-        return [run for run in past if any(s.lease for s in self.kv.streams_of(run.rid).values())]
 
     def _never_fits(self, run: Run) -> InputError:
         need, supply = self._intake.claim(run).total_pages, self.kv.supply_pages()

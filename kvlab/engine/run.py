@@ -154,14 +154,10 @@ class Run:
         """Preempted: the request starts over, and is to write what it has generated again."""
         self.first_misses = self.first_misses or tuple(misses)
         self.preemptions += 1
-        self.start_over()
-        if len(self.prompt_logprobs) < len(self.prompt_ids):
-            self.prompt_logprobs.clear()
-
-    def start_over(self) -> None:
-        """Back to the first walk; what was generated stays."""
         self.walk_index, self.rest, self.state = 0, None, None
         self.replays = bool(self.generated)
+        if len(self.prompt_logprobs) < len(self.prompt_ids):
+            self.prompt_logprobs.clear()
 
     def extend_prompt(self, record: PromptRecord) -> None:
         """What was generated is part of the prompt from now on."""

@@ -226,3 +226,27 @@ def test_the_log_of_served_walks_replays_to_the_state():
     assert state.streams == {(2, "main"): d.kv.stream(2).page_indices}
     assert state.stored_tokens[2, "main"] == 60
     assert set(state.indexed()) == set(d.kv.index.pages())
+
+
+def test_a_request_that_wants_every_row_opts_out_of_every_walk():
+    d = media_driver()
+    d.serve(1, UNDERSTANDING)
+    d.ingest(2, UNDERSTANDING, prompt_logprobs=True)
+    assert d.prefill(2) == [0, 0, 0]
+    assert miss_ranges(d, 2) == [(0, 20, "opted_out"), (20, 50, "opted_out"), (50, 75, "opted_out")]
+
+
+def test_an_offloaded_request_comes_back_between_walks():
+    d = media_driver(cpu_offload_pages=8)
+    d.serve(1, UNDERSTANDING)
+    d.ingest(2, UNDERSTANDING, [*range(20), *range(100, 125)])
+    d.walk(2, 0)
+    d.walk(2, 1)
+    d.probe(2, 2)
+    step, ctx = step_of("prefill_text", {2: 25})
+    assert d.kv.admit(step, ctx) is None
+    d.kv.abort(step, ctx)
+    assert d.kv.offload(2) > 0
+    assert d.kv.reload(2)
+    assert d.walk(2, 2) == 0
+    assert d.kv.stored_tokens(2) == 75

@@ -1,9 +1,10 @@
-"""Pictures and guidance through the engine, over the tracer of pictures: what comes out, what is not run again, what is left."""
+"""Pictures and guidance through the engine, over the tracer of pictures: what comes out, and what is not run again."""
 
 from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -166,30 +167,54 @@ def test_b27_text_after_a_picture_is_not_served_to_the_same_text_alone(tracer):
     assert torch.equal(alone.pixels, engine.model.picture(draw(LONG), 7))
 
 
-def test_the_keys_of_a_laid_out_prompt_are_not_taken_for_those_of_its_ids(tracer):
-    engine = tracer(media=True, page_size=4)
-    for prompt in (ask(RED, LONG), ask(LONG)):
-        engine.generate(prompt, max_tokens=9)
-    words = engine.generate(ask(LONG), max_tokens=9)
-    longer = engine.generate(words.follow_up("30 31"), max_tokens=3)
-    assert list(longer.ids) == engine.model.reply(words.follow_up("30 31"), 3)
-    assert words.cached_tokens == 20
+def test_only_of_plain_text_are_keys_remembered_by_ids(tracer, monkeypatch):
+    engine, told = tracer(media=True, page_size=4), []
+    monkeypatch.setattr(engine.preprocess, "remember", lambda resource, ids, keys: told.append(list(ids)))
+    engine.generate([ask(RED, LONG), ask(LONG), draw(LONG, think=True)], max_tokens=9)  # pictures, and ids nobody sampled
+    assert told == []
 
 
-def test_a_follow_up_about_a_picture_extends_the_first_turn_token_for_token(tracer):
+@pytest.mark.parametrize("sent_back_after", [None, 1, 4])
+def test_a_follow_up_about_a_picture_extends_the_first_turn_token_for_token(tracer, sent_back_after):
     engine = tracer(media=True, page_size=4)
-    first = engine.generate(ask(RED, TEXT), max_tokens=6)
+    handle = engine.submit(ask(RED, TEXT), max_tokens=9)
+    while sent_back_after is not None and len(handle._run.generated) < sent_back_after:
+        engine.step()
+    if sent_back_after is not None:
+        engine._preempt(handle._run, handle._run)
+    first = handle.result()
     prompt = first.follow_up("30 31 32")
     second = engine.generate(prompt, max_tokens=4)
     assert list(second.ids) == engine.model.reply(prompt, 4)
-    assert second.cached_tokens >= first.prompt_tokens // 4 * 4
+    assert first.finish_reason == "length"
+    assert second.cached_tokens == (first.prompt_tokens + len(first.ids)) // 4 * 4  # the opening id, and all but the last
     assert second.encoder_calls == 0
+
+
+def test_b29_a_layout_that_lies_about_a_picture_files_nothing_past_its_text(tracer, monkeypatch, caplog):
+    engine = tracer(media=True, page_size=4)
+    process = engine.model.processor.process_prompt
+
+    def lying(prompt: Any, fields: Any) -> Any:
+        record = process(prompt, fields)
+        text, look, *rest = record.layouts["kv"]["main"]
+        spans = (text, replace(look, length=look.length - 1), *rest)
+        return replace(record, layouts={"kv": {"main": spans}})
+
+    want = engine.model.reply(ask(LONG, RED, TEXT), 6)
+    monkeypatch.setattr(engine.model.processor, "process_prompt", lying)
+    results = [engine.generate(ask(LONG, RED, TEXT), max_tokens=6) for _ in range(2)]
+    assert [list(r.ids) for r in results] == [want, want]
+    assert [r.cached_tokens for r in results] == [0, 20]
+    assert "writes 17 slots" in caplog.text
 
 
 def test_k18_7_a_sampled_encoding_is_shared_within_a_seed_alone(tracer):
     engine = tracer(media=True, page_size=4)
     prompt, mean = DRAWS["image, text"], draw(RED, LONG, vae_sample="mean")
-    cached = [engine.generate(p, seed=s).cached_tokens for p, s in [(prompt, 1), (prompt, 2), (prompt, 1), (mean, 1), (mean, 2)]]
+    cached = [
+        engine.generate(p, seed=s).cached_tokens for p, s in [(prompt, 1), (prompt, 2), (prompt, 1), (mean, 1), (mean, 2)]
+    ]
     whole = cached[2]
     assert cached == [0, 0, whole, 0, whole]
     assert whole > 0
