@@ -60,6 +60,7 @@ def load(
     preprocess: str = "inline",
     encoder_cache_bytes: int = 256 << 20,
     profile: str = "kvlab",
+    keying: str = "walk",
     check_invariants: bool | None = None,
     resources: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Engine:
@@ -133,6 +134,7 @@ def load(
         preprocess=preprocess,
         encoder_cache_bytes=encoder_cache_bytes,
         profile=profile,
+        keying=keying,
         check_invariants=check_invariants,
         resources=resources,
     )
@@ -175,6 +177,7 @@ def build_engine(
     preprocess: str = "inline",
     encoder_cache_bytes: int = 256 << 20,
     profile: str = "kvlab",
+    keying: str = "walk",
     check_invariants: bool | None = None,
     resources: Mapping[str, Mapping[str, Any]] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -242,6 +245,7 @@ def build_engine(
         check_invariants=checks,
         record=recorder,
         miss_log=MissLog(pages) if record else None,
+        keying=keying,
     )
     engine = Engine(
         model,

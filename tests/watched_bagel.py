@@ -75,6 +75,7 @@ class Watched:
             attention=lambda store: WatchedAttention(store, num_heads=model.num_heads),
             **({"num_pages": 400} | settings),
         )
+        self._before = [(owner, name, vars(owner).get(name)) for owner, name in ((model.net, "decode"), (model, "forward"))]
         self._decode, self._forward = model.net.decode, model.forward
         model.net.decode, model.forward = self._watch_decode, self._watch_forward
 
@@ -82,7 +83,10 @@ class Watched:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        del self.model.net.decode, self.model.forward  # what the classes define shows again
+        for owner, name, before in self._before:
+            vars(owner).pop(name)  # what its class defines shows again ...
+            if before is not None:
+                setattr(owner, name, before)  # ... or the watch around this one
         self.engine.check()
         self.engine.close()
 

@@ -149,6 +149,7 @@ class Endings(ABC):
             misses=misses,
             error=error,
             starts_with=self._starts_with(run),
+            keying=self.kv.keying,
         )
         run.state = None
         if self.recorder is not None:

@@ -174,6 +174,7 @@ class Run:
         misses: Sequence[Miss],
         error: Exception | None,
         starts_with: int | None,
+        keying: str,
     ) -> GenerationResult:
         """Freeze what the client gets; ``starts_with`` is the id that opens its replies."""
         self.text.finish()
@@ -210,6 +211,7 @@ class Run:
             encoder_calls=self.encoder_calls,
             first_pass_ms=self._ms_until(self.first_pass_s),
             opening_ids=(starts_with,) if starts_with is not None and self.generated else (),
+            keying=keying,
             **self.outputs,
         )
 

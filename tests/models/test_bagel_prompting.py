@@ -84,15 +84,17 @@ def test_walks_of_a_request(processor, prompt, walks):
 
 
 def test_the_texts_that_ask_for_thoughts_are_the_released_ones(processor):
-    assert THINK_THEN_DRAW == golden.facts("07_think_t2i")["tokenizer_calls"][0]["text"]
-    assert "reasoning process" in THINK_THEN_ANSWER and THINK_THEN_ANSWER.count(" \n") == 1
+    assert golden.facts("07_think_t2i")["tokenizer_calls"][0]["text"] == THINK_THEN_DRAW
+    assert "reasoning process" in THINK_THEN_ANSWER
+    assert THINK_THEN_ANSWER.count(" \n") == 1
     thought = plan(processor, kvlab.ask(TEXT, think=True))
     assert thought.passes[0].ids == (500, 9, 9, 9, 501)
     assert len(plan(processor, kvlab.draw(TEXT, think=True)).passes[0].ids) == 35
 
 
 def test_what_closes_thoughts():
-    assert closing([5, 6], 501) == [6, 501] and closing([5, 501], 501) == [501]
+    assert closing([5, 6], 501) == [6, 501]
+    assert closing([5, 501], 501) == [501]
 
 
 # -- ids and labels ----------------------------------------------------------------------------------------------------
@@ -100,7 +102,8 @@ def test_what_closes_thoughts():
 
 def test_every_text_is_a_block_without_roles(processor):
     record = processor.process_prompt(kvlab.chat(TEXT, system="5"), {})
-    assert record.tensors == {"tokens": [500, 5, 501, *BLOCK]} and record.layouts == {"kv": {}}
+    assert record.tensors == {"tokens": [500, 5, 501, *BLOCK]}
+    assert record.layouts == {"kv": {}}
     assert processor.process_prompt(TEXT, {}).tensors == {"tokens": list(BLOCK)}
     assert processor.process_prompt([1, 2], {}).tensors == {"tokens": [1, 2]}
 
@@ -120,7 +123,8 @@ def test_a_guided_picture_has_its_texts_again_without_the_pictures(processor):
 
 def test_an_unguided_picture_has_main_alone(processor):
     record = processor.process_prompt(kvlab.draw(TEXT, cfg_text_scale=1.0), {"seed": 1})
-    assert list(record.tensors) == ["tokens"] and record.layouts == {"kv": {}}
+    assert list(record.tensors) == ["tokens"]
+    assert record.layouts == {"kv": {}}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,8 @@ def test_a_record_travels_to_another_process(processor):
     record = processor.process_prompt(kvlab.draw(SHOWN, TEXT), {"seed": 3})
     other = pickle.loads(pickle.dumps(processor)).process_prompt(kvlab.draw(SHOWN, TEXT), {"seed": 3})
     carried = pickle.loads(pickle.dumps(record))
-    assert carried.layouts == other.layouts == record.layouts and carried.tensors == other.tensors
+    assert carried.layouts == other.layouts == record.layouts
+    assert carried.tensors == other.tensors
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
@@ -312,7 +317,8 @@ def test_k18_5_noise_depends_on_the_seed_the_purpose_and_the_number_alone():
     others = [normal(1, START, 0, (12, 64)), normal(7, VAE, 0, (12, 64)), normal(7, START, 1, (12, 64))]
     others.append(normal(7 + 2**32, START, 0, (12, 64)))
     assert not any(torch.equal(first, other) for other in others)
-    assert abs(float(first.mean())) < 0.1 and abs(float(first.std()) - 1) < 0.1
+    assert abs(float(first.mean())) < 0.1
+    assert abs(float(first.std()) - 1) < 0.1
 
 
 def test_k18_7_a_sampled_encoding_is_named_by_its_noise(processor):
@@ -335,7 +341,8 @@ def test_k18_7_what_the_vision_tower_sees_has_no_noise(processor):
 
 def test_pictures_are_numbered_in_the_order_written(processor):
     both = digests(processor, kvlab.draw(SHOWN, SHOWN, TEXT))
-    assert both[0] != both[2] and both[1] == both[3]  # each has its own noise, and both are seen as one picture
+    assert both[0] != both[2]
+    assert both[1] == both[3]
     assert plan(processor, kvlab.draw(SHOWN, SHOWN, TEXT)).start.number == 2
 
 

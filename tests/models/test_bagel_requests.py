@@ -52,6 +52,19 @@ def test_b1_b27_pages_of_a_picture_are_never_taken_for_the_text_after_it(watched
     assert torch.equal(result.pixels, cold(model, prompt, seed=2, prefix_cache=False).pixels)
 
 
+def test_the_historical_fault_comes_back_when_asked_for_by_name_and_every_result_says_so(model):
+    prompt = kvlab.draw(TEXT, **UNGUIDED)
+    right = cold(model, prompt, seed=2)
+    with Watched(model, keying="ignore-walk") as watched:
+        edit = watched.generate(kvlab.draw(SHOWN, TEXT, **UNGUIDED), seed=1)
+        wrong = watched.generate(prompt, seed=2)
+        assert wrong.cached_tokens == 8  # all of its whole pages, and they hold a picture
+        assert (wrong.pixels.int() - right.pixels.int()).abs().float().mean() > 2
+        assert {edit.keying, wrong.keying} == {"ignore-walk"}
+        assert repr(wrong).endswith("keying ignore-walk)")
+    assert right.keying == "walk"
+
+
 def test_the_same_picture_with_another_question_runs_no_encoder_and_no_picture_walk(watched, model):
     first = watched.generate(kvlab.ask(SHOWN, TEXT), max_tokens=6)
     assert first.encoder_calls == 1
@@ -233,7 +246,10 @@ def test_k19_4_decode_stands_at_the_same_positions_however_the_prompt_ran(model,
 
 
 def test_a_picture_drawn_again_after_a_preemption_is_the_same(model):
-    prompts = [kvlab.draw(TEXT, think=True, num_timesteps=4, cfg_text_scale=4.0), kvlab.draw(QUESTION, think=True, num_timesteps=4)]
+    prompts = [
+        kvlab.draw(TEXT, think=True, num_timesteps=4, cfg_text_scale=4.0),
+        kvlab.draw(QUESTION, think=True, num_timesteps=4),
+    ]
     options = {"max_tokens": 24, "ignore_eos": True}
     expected = [cold(model, prompt, seed=i, **options) for i, prompt in enumerate(prompts)]
     with Watched(model, num_pages=40, admission="none", preemption=True) as watched:

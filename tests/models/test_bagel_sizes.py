@@ -60,7 +60,8 @@ def test_k18_1_patches_are_counted_from_the_sides():
 def test_k18_1_a_size_that_cannot_be_drawn_names_the_nearest(size, nearest):
     with pytest.raises(InputError) as error:
         require_size(CONFIG, size)
-    assert f"nearest size is {nearest}" in str(error.value) and "multiples of 16 from 16 to 1024" in str(error.value)
+    assert f"nearest size is {nearest}" in str(error.value)
+    assert "multiples of 16 from 16 to 1024" in str(error.value)
 
 
 @pytest.mark.parametrize("size", [64, "64x64", (64,), (64, 64, 3), (64.0, 64), (True, 64)])

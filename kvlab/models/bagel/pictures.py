@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.errors import InputError, missing_extra
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Pixels: TypeAlias = NDArray[np.uint8]  # [height, width, 3]
 
@@ -56,7 +53,7 @@ def read_picture(source: Any) -> Pixels:
     raise InputError(f"a picture is a PIL image, a pathlib.Path or an array; got {type(source).__name__}")
 
 
-def flatten(image: Image) -> Pixels:
+def flatten(image: Any) -> Pixels:
     """Return the pixels of a PIL image: upright, transparency pasted on white.
 
     Raises:
