@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvlab.models.memory import check_memory
 from kvlab.models.prompting import load_tokenizer
 from kvlab.options import whole
 
+NOT_OF_ONE = "the files are not of the same checkpoint"
 #: Tokens with a meaning by their names in the release's tokenizer.
 SPECIAL_TOKENS = {
     "bos": "<|im_start|>",
@@ -54,6 +55,7 @@ def load_bagel_model(
     check_memory(weights_bytes(folder, computed), place)
     net, autoencoder = load_bagel(folder, dtype=computed, device=place)
     config = replace(net.config, autoencoder=autoencoder.config)
+    _check_sizes(folder, config)
     tokenizer = load_tokenizer(folder)
     _check_tokenizer(folder, tokenizer, config.special)
     sha256 = weights_digest(files)
@@ -90,12 +92,28 @@ def _context(config: BagelConfig, name: str, max_seq_len: int | None) -> int:
     return limit if max_seq_len is None else int(max_seq_len)
 
 
+def _check_sizes(folder: Path, config: BagelConfig) -> None:
+    for field, token in asdict(config.special).items():
+        if token >= config.text.vocab_size:
+            raise LoadError(f"{folder}: {field} is id {token} and the vocabulary has {config.text.vocab_size}; {NOT_OF_ONE}")
+    vision = config.vision
+    tables = (
+        ("vision tower", config.vit_rule, vision.side * vision.patch_size),
+        ("autoencoder", config.vae_rule, config.max_latent_side * config.latent_stride),
+    )
+    for reader, rule, most in tables:
+        if rule.max_side > most:
+            raise LoadError(
+                f"{folder}: pictures are resized to {rule.max_side} pixels a side for the {reader} and its table of positions "
+                f"holds {most}; {NOT_OF_ONE}"
+            )
+
+
 def _check_tokenizer(folder: Path, tokenizer: Any, special: SpecialIds) -> None:
     known = {} if tokenizer is None else tokenizer.get_vocab()
     for field, token in SPECIAL_TOKENS.items():
         expected = getattr(special, field)
         if known.get(token, expected) != expected:
             raise LoadError(
-                f"{folder}: the tokenizer's {token} is id {known[token]} and the config's {field} is {expected}; config and "
-                "tokenizer are not of the same checkpoint"
+                f"{folder}: the tokenizer's {token} is id {known[token]} and the config's {field} is {expected}; {NOT_OF_ONE}"
             )

@@ -44,8 +44,8 @@ def load_bagel(
 
 
 def is_bagel(folder: Path) -> bool:
-    """True for a folder that holds BAGEL's config files."""
-    return (folder / "llm_config.json").is_file() and (folder / "vit_config.json").is_file()
+    """True for a folder with the config of BAGEL's decoder, which no other checkpoint has under this name."""
+    return (folder / "llm_config.json").is_file()
 
 
 def part_files(folder: Path, part: str) -> tuple[Path, ...]:
