@@ -263,7 +263,7 @@ class GenerationResult:
     stop_ids: frozenset[int] = frozenset()
     encoder_calls: int = 0
     first_pass_ms: float | None = None
-    pixels: Any = None
+    pixels: Any = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 40 else self.text[:37] + "..."
