@@ -169,11 +169,11 @@ def _connectors(shown: list[Run], page_size: int) -> tuple[tuple[float | None, .
 
 def _axis_and_names(shown: list[Run], page_size: int) -> tuple[Axis, tuple[Label, ...]]:
     """The axis of tokens, with more room at its end where a name would be cut otherwise."""
-    stops = [run.stop * page_size for run in shown]
+    stops, whole = [run.stop * page_size for run in shown], {run.name for run in shown}
     for room in _ROOMS:
         axis = page_axis("tokens from the start of the prompt", stops, page_size, room=room)
         names = _names(shown, page_size, axis.high)
-        if not any(name.text.endswith("…") for name in names):
+        if all(name.text in whole or not name.text.endswith("…") for name in names):
             break
     return axis, names
 
