@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kvlab.cache.keys import cut_layout, end_key, page_key
-from kvlab.cache.layouts import LaidOut
+from kvlab.cache.layouts import ONE_TEXT, LaidOut
 from kvlab.errors import InputError
 from kvlab.spec import Item, KeyedPrompt, PrefixStream, Span
 
@@ -69,7 +69,7 @@ class PrefixChain:
         self.prompt_ids: Sequence[int] = prompt.ids
         self.prompt_slots = prompt.prompt_slots
         self.layout: tuple[Span, ...] = prompt.layout
-        self.laid = LaidOut(prompt.layout)
+        self.laid = LaidOut(prompt.layout) if prompt.layout else ONE_TEXT
         self.keyed_pages = prompt.prompt_slots // page_size
         self.tail_items: tuple[Item, ...] = prompt.tail_items
         self.decode_tensor = prompt.decode_tensor

@@ -60,10 +60,16 @@ class LaidOut:
 
     def positions(self, slots: int) -> int:
         """The rope id after the first ``slots`` slots, which end inside no medium."""
+        if not self.spans:
+            return slots
         position = 0
         for span, start in zip(self.spans, self._starts, strict=False):
             if slots >= start + span.length:
                 position += span.advance
             elif slots > start:
                 position += slots - start
-        return position if self.spans else slots
+        return position
+
+
+#: The layout of a prompt that has none.
+ONE_TEXT = LaidOut(())

@@ -76,17 +76,22 @@ class Stepper:
             IntegrityError: a stream whose last step has neither committed nor been aborted.
         """
         segments = [s for s in step.segments if s.rid in ctx.request_ids]
-        if len({(s.rid, s.label) for s in segments}) < len(segments):
-            raise InputError(f"step {step.index} names a stream twice: {[(s.rid, s.label) for s in segments]}")
+        keys = [(s.rid, s.label) for s in segments]
+        if len(set(keys)) < len(keys):
+            raise InputError(f"step {step.index} names a stream twice: {keys}")
+        for segment in segments:
+            if segment.span < 0:
+                what = f"extends stream {segment.rid, segment.label} by {segment.span} tokens"
+                raise InputError(f"step {step.index} {what}; give 0 or more")
+            if segment.prefix is not None and step.commit:
+                raise InputError(
+                    f"step {step.index} commits, and its row {segment.rid, segment.label} would read another stream"
+                )
         if step.commit:
-            if reading := [(s.rid, s.label) for s in segments if s.prefix is not None]:
-                raise InputError(f"step {step.index} commits, and {reading} would read another stream; only others may")
-            rows = [(self._table.stream_of(s.rid, s.label), s.span) for s in segments]
+            rows = [(self._table.stream_of(*key), s.span) for key, s in zip(keys, segments, strict=True)]
         else:  # rows that read one stream are one
             rows = [(self._table.stream_of(*key), 0) for key in dict.fromkeys(map(_read_key, segments))]
-        for stream, span in rows:
-            if span < 0:
-                raise InputError(f"step {step.index} extends stream {stream.key} by {span} tokens; give 0 or more")
+        for stream, _ in rows:
             if stream.step_in_flight:
                 raise IntegrityError(f"stream {stream.key} is in a step already; commit or abort that first")
         return rows
@@ -168,8 +173,9 @@ class Stepper:
     def commit(self, step: Step, ctx: StepContext) -> None:
         """The writes happened: lengths grow, full pages are filed, and forks of what was written are carried out."""
         landed = self._land(step, ctx)
-        for rid in {rid for rid, _ in landed}:
-            self._table.requests[rid].end_walk()
+        for rid, _ in landed:
+            if (request := self._table.requests[rid]).served:
+                request.end_walk()
         if not step.commit:
             for read in landed.values():
                 read.converted = False

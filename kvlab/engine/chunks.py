@@ -11,6 +11,8 @@ from kvlab.errors import InputError
 class ChunkRule:
     """Cut a prefill so that one step computes at most ``max_step_tokens`` prompt tokens over all its rows.
 
+    What cannot be cut, a picture or a text that several labels read, runs whole whatever its size.
+
     >>> ChunkRule(8).cut(remaining=20, budget=8)
     8
     """

@@ -140,7 +140,7 @@ class Engine(Rounds):
         """Queue a request; nothing runs until the engine steps.
 
         Args:
-            prompt: text, token ids, a chat, or a result's ``follow_up``.
+            prompt: text, token ids, a chat, texts and pictures (``spec.ask``, ``spec.draw``), or a result's ``follow_up``.
             options: fields of RequestOptions and SamplingParams; those not given are the model's own defaults.
 
         Raises:

@@ -282,7 +282,7 @@ class GenerationResult:
     stop_ids: frozenset[int] = frozenset()
     encoder_calls: int = 0
     first_pass_ms: float | None = None
-    pixels: Any = None
+    pixels: Any = field(default=None, compare=False)
     opening_ids: tuple[int, ...] = ()
     keying: str = "walk"
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from kvlab.engine.endings import Endings
+from kvlab.engine.gate import UNKNOWN_ROUNDS
 from kvlab.engine.holds import HoldLog
 from kvlab.engine.intake import Intake
 from kvlab.engine.offloads import Offloads
@@ -16,8 +17,6 @@ from kvlab.engine.stepper import Stepper
 from kvlab.errors import InputError, StallError
 from kvlab.events import RequestHeld, RequestPreempted, RequestStarted, RequestSubmitted, Stalled
 from kvlab.spec import AllocationFailed, ReadPending, RequestId, Walk
-
-MANY_ROUNDS = 1 << 30
 
 
 class Rounds(Endings):
@@ -92,7 +91,7 @@ class Rounds(Endings):
             return 0
         left = [self._walks[name] for name in run.schedule[run.walk_index :]]
         if any(walk.loops and not walk.samples for walk in left):
-            return MANY_ROUNDS  # only the model knows how often
+            return UNKNOWN_ROUNDS
         replies = run.tokens_left if any(walk.samples for walk in left) else 0
         return replies + sum(not walk.loops for walk in left)
 

@@ -15,7 +15,7 @@ from kvlab.engine.text import TextStream
 from kvlab.spec import KeyedPrompt, Match, Miss, PromptRecord, RequestId, WalkInputs
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Run:
     """Mutable state of one request from submission to its result; the engine alone changes it.
 
@@ -62,6 +62,9 @@ class Run:
     first_misses: tuple[Miss, ...] = ()
     cancel_requested: bool = False
     result: GenerationResult | None = None
+
+    def __repr__(self) -> str:
+        return f"Run({self.rid}, walk {self.walk_index} of {len(self.schedule)}, {len(self.generated)} generated)"
 
     @property
     def rid(self) -> RequestId:

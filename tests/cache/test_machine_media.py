@@ -409,7 +409,7 @@ def key_of(slots) -> bytes:
 TestMediaLifecycle = MediaLifecycle.TestCase
 TestMediaLifecycle.settings = settings(
     deadline=None,
-    max_examples=int(os.environ.get("KVLAB_MACHINE_EXAMPLES", "100")),
+    max_examples=int(os.environ.get("KVLAB_MACHINE_EXAMPLES", "50")),
     stateful_step_count=60,
     derandomize=True,
     database=None,

@@ -200,3 +200,22 @@ def test_a_prompt_with_a_picture_can_be_pinned(tracer):
     result = submit(engine, PROMPTS["question"]).result()
     assert result.cached_tokens >= pinned * 4 - 4
     assert is_right(engine, PROMPTS["question"], result)
+
+
+def test_nobody_passes_the_head_because_a_picture_may_take_long(tracer):
+    engine = engine_of(tracer, num_pages=20, admission_order="backfill")
+    drawing = submit(engine, draw(TEXT, num_timesteps=9))  # 4 pages, and nobody knows for how long
+    engine.step()
+    head = submit(engine, ask(" ".join(["9"] * 60)))  # 17 pages and more
+    behind = submit(engine, ask(TEXT), max_tokens=20)  # would still run when the picture is done
+    while not drawing.done:
+        engine.step()
+    assert behind._run.walk_index == 0 or behind.done
+    head.result()
+    assert not behind.done
+
+
+@pytest.mark.parametrize("preprocess", ["thread", "process"])
+def test_pictures_may_be_prepared_elsewhere(tracer, preprocess):
+    engine = engine_of(tracer, preprocess=preprocess)
+    assert is_right(engine, PROMPTS["edited"], submit(engine, PROMPTS["edited"]).result())
