@@ -112,7 +112,7 @@ def test_an_absent_autoencoder_library_names_its_extra(folder, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "diffusers.models.autoencoders.autoencoder_kl", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "kvlab\[bagel\]"'):
+    with pytest.raises(MissingExtraError, match=r"\[bagel\]"):
         kvlab.load(folder)
 
 
