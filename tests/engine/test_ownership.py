@@ -124,5 +124,6 @@ def test_an_engine_refuses_a_second_thread_and_finishes_what_the_first_began(tra
     assert list(result.ids) == engine.model.continuation([1, 2, 3], 3)
     assert [verb for verb, _ in refusals] == ["submit", "step", "check"]
     for verb, error in refusals:
-        assert isinstance(error, InputError) and f"{verb} was called in thread 'second'" in str(error)
+        assert isinstance(error, InputError)
+        assert f"{verb} was called in thread 'second'" in str(error)
     assert in_thread(lambda: engine.generate([1, 2, 3], max_tokens=3)).ids == result.ids, "threads may take turns"
