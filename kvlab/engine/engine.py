@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from kvlab.attention.base import AttentionBackend
 from kvlab.cache.kv import KVResource
+from kvlab.cache.pins import check_name
 from kvlab.engine.chunks import ChunkRule
 from kvlab.engine.declare import check_declaration, moved_root, open_caches
 from kvlab.engine.encoders import EncoderMemo
@@ -287,7 +288,8 @@ class Engine(Rounds):
             InputError: as ``submit``; the name is taken, the prompt fills no page, the pool's ``max_pinned_pages`` would be
                 exceeded, or requests under way were promised the room. Then nothing is pinned.
         """
-        options = {"max_tokens": 0, "salt": salt, "fields": dict(fields or {})}
+        check_name(name)
+        options = {"max_tokens": 0, "salt": salt, "fields": {} if fields is None else fields}
         run = self._submit(prompt, read_options({**self.model.default_options, **options}))
         self._handle(run).result()
         return self.kv.pins.pin(name, RequestConfig(run.configs.get(self.kv.key, {}), salt=salt))
