@@ -117,8 +117,9 @@ class Endings(ABC):
                 self._end(run, "cancelled", None)
             elif run.past_deadline(now_s, self._round):
                 message = (
-                    f"request {run.rid} passed its deadline after {self._round - run.submitted_step} steps and "
-                    f"{now_s - run.submitted_s:.1f} s: {len(run.generated)} tokens generated, {run.held_steps} steps held"
+                    f"request {run.rid} passed its deadline ({run.request.options.deadlines}) after "
+                    f"{self._round - run.submitted_step} steps and {now_s - run.submitted_s:.1f} s: "
+                    f"{len(run.generated)} tokens generated, {run.held_steps} steps held"
                 )
                 self._end(run, "deadline", DeadlineError(message))
 

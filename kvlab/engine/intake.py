@@ -116,10 +116,11 @@ class Intake:
         total = positions + new + any(not walk.commits for walk in walks)  # what is drawn stands at one more
         if total > context:
             what = "tokens" if positions == run.prompt_slots else f"positions ({run.prompt_slots} slots)"
+            room = context - (total - options.max_tokens)
+            ask = f" or ask for at most {room} tokens" if room > 0 else ""
             raise InputError(
                 f"the prompt has {positions} {what} and max_tokens is {options.max_tokens}: {total} together, and the "
-                f"context of {self._model.name} is {context}; shorten the prompt or ask for at most "
-                f"{max(context - (total - options.max_tokens), 0)} tokens"
+                f"context of {self._model.name} is {context}; shorten the prompt{ask}"
             )
 
     def _prompt_positions(self, run: Run) -> int:

@@ -104,3 +104,13 @@ def test_answers_are_the_same_under_every_policy(tracer, policy) -> None:
     assert all(list(r.ids) == engine.model.continuation(list(r.prompt_ids), 6) for r in results)
     assert engine.kv.index.counters.evictions > 10
     assert engine.kv.index.counters.matched_pages > 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"name": ""}, "name of a pin is ''"), ({"name": "a", "fields": 3}, "fields is 3")]
+)
+def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(tracer, wrong, message) -> None:
+    engine = tracer(page_size=16)
+    with pytest.raises(InputError, match=message):
+        engine.pin(SYSTEM, **wrong)
+    assert engine.kv.counters.committed_tokens == 0
