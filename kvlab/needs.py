@@ -22,11 +22,12 @@ def needs(name_or_path: str | Path, *, dtype: str = DTYPE) -> dict[str, Any]:
         InputError: nothing of this name is here, or an unknown dtype.
         LoadError: a config that is damaged or of no model that kvlab runs.
     """
+    from kvlab.models.folders import is_bagel
     from kvlab.models.loading import torch_dtype
 
     torch_dtype(dtype)
     folder = _folder(name_or_path)
-    if folder is None or (folder / "llm_config.json").is_file():
+    if folder is None or is_bagel(folder):
         return _bagel_needs(str(name_or_path), folder, dtype)
     return _text_needs(str(name_or_path), folder, dtype)
 
@@ -52,7 +53,8 @@ def _bagel_needs(name: str, folder: Path | None, dtype: str) -> dict[str, Any]:
     from kvlab.models.bagel.config import BagelConfig
     from kvlab.models.bagel.resizing import default_size
     from kvlab.models.bagel.sizing import picture_slots, request_slots, weight_values
-    from kvlab.models.bagel.weights import AUTOENCODER, NETWORK, part_files, sized_config
+    from kvlab.models.bagel.weights import sized_config
+    from kvlab.models.folders import AUTOENCODER, NETWORK, part_files
     from kvlab.models.loading import torch_dtype
 
     config = BagelConfig() if folder is None else BagelConfig.from_folder(folder)

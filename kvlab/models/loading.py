@@ -12,7 +12,7 @@ import torch
 from kvlab.errors import InputError, LoadError
 from kvlab.models import registry
 from kvlab.models.dense import dense_folder
-from kvlab.models.folders import read_config, read_json, weight_files, weights_digest
+from kvlab.models.folders import is_bagel, read_config, read_json, weight_files, weights_digest
 from kvlab.models.memory import check_memory
 from kvlab.models.places import Say, announce, sha256_file
 from kvlab.models.prompting import TextProcessor, load_tokenizer
@@ -96,7 +96,6 @@ def load_model(
 ) -> TextModel | BagelModel:
     """Return the model of a name or a path, of the kind that its config says; arguments and errors as ``load_text_model``."""
     from kvlab.models.bagel.loading import load_bagel_model
-    from kvlab.models.bagel.weights import is_bagel
     from kvlab.models.orpheus.loading import is_orpheus, load_orpheus
 
     torch_dtype(dtype or default_dtype(torch_device(device)))  # before anything is fetched

@@ -18,7 +18,8 @@ from kvlab.models.bagel.noise import START, VAE, normal
 from kvlab.models.bagel.plan import closing
 from kvlab.models.bagel.prompting import THINK_THEN_ANSWER, THINK_THEN_DRAW, BagelProcessor
 from kvlab.models.bagel.settings import OF_PICTURES, OF_TEXT
-from kvlab.models.bagel.weights import NETWORK, part_files, tensor_shapes
+from kvlab.models.bagel.weights import tensor_shapes
+from kvlab.models.folders import NETWORK, part_files
 from kvlab.spec import Chat, Continued, Kept, Mixed, Prefix
 
 pytest.importorskip("PIL")

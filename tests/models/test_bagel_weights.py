@@ -18,7 +18,8 @@ from kvlab.models.bagel import autoencoder as autoencoder_module
 from kvlab.models.bagel.autoencoder import Autoencoder
 from kvlab.models.bagel.config import AutoencoderConfig, BagelConfig, ResizeRule, SpecialIds, VisionConfig
 from kvlab.models.bagel.network import BagelNet
-from kvlab.models.bagel.weights import is_bagel, load_bagel, part_files, save_bagel, tensor_shapes
+from kvlab.models.bagel.weights import load_bagel, save_bagel, tensor_shapes
+from kvlab.models.folders import is_bagel, part_files
 from kvlab.models.textlm import TextConfig
 
 pytest.importorskip("diffusers")

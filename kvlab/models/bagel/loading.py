@@ -12,8 +12,8 @@ from kvlab.errors import InputError, LoadError
 from kvlab.models.bagel.config import BagelConfig, SpecialIds
 from kvlab.models.bagel.prompting import BagelProcessor
 from kvlab.models.bagel.spec import BagelModel
-from kvlab.models.bagel.weights import AUTOENCODER, NETWORK, load_bagel, part_files, tensor_shapes
-from kvlab.models.folders import weights_digest
+from kvlab.models.bagel.weights import load_bagel, tensor_shapes
+from kvlab.models.folders import AUTOENCODER, NETWORK, part_files, weight_files, weights_digest
 from kvlab.models.loading import default_dtype, torch_device, torch_dtype
 from kvlab.models.memory import check_memory
 from kvlab.models.prompting import load_tokenizer
@@ -51,7 +51,7 @@ def load_bagel_model(
     """
     place = torch_device(device)
     computed = torch_dtype(dtype or default_dtype(place))
-    files = [*part_files(folder, NETWORK), *part_files(folder, AUTOENCODER)]
+    files = weight_files(folder)
     check_memory(weights_bytes(folder, computed), place)
     net, autoencoder = load_bagel(folder, dtype=computed, device=place)
     config = replace(net.config, autoencoder=autoencoder.config)
