@@ -67,7 +67,8 @@ def load(
     """Load a model by name or path and return an engine that runs it.
 
     Args:
-        name_or_path: "smollm2-135m", "smollm2-135m@hub", "org/name" on the hub, a checkpoint folder, or a GGUF file.
+        name_or_path: "smollm2-135m", "smollm2-135m@hub", "org/name" on the hub, a checkpoint folder, or a GGUF file. A folder
+            with an llm_config.json is a BAGEL, which reads and draws pictures.
         num_pages: pages of the pool, page 0 (the sink) included; ``pool_bytes`` gives its size in bytes instead.
         page_size: KV slots a page.
         dtype: compute dtype: float32 (default on a CPU), bfloat16 (default on CUDA) or float64; ``kv_dtype`` of the pages.

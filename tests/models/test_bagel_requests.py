@@ -162,6 +162,7 @@ def test_the_size_asked_for_is_the_size_that_comes_out(watched):
     result = watched.generate(kvlab.draw(TEXT, size=(32, 80), num_timesteps=2), seed=1)
     assert (result.pixels.shape, result.pixels.dtype) == ((32, 80, 3), torch.uint8)
     assert result.image.size == (80, 32)
+    assert not result.pixels.fill_(0).any()  # they are the client's own
     assert watched.generate(kvlab.draw(SHOWN, TEXT, num_timesteps=2), seed=1).pixels.shape == (48, 64, 3)
 
 

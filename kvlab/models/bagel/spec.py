@@ -8,7 +8,7 @@ with a plan  prefill_text (asking for thoughts), as above ; decode ; close_text 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -167,7 +167,7 @@ class BagelModel:
         canvas.follow(output)
         return canvas.is_done
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: a client may change the pixels it gets
     def outputs(self, state: Any) -> Mapping[str, Any]:
         canvas: Canvas | None = state
         if canvas is None or not canvas.is_done:
@@ -208,7 +208,7 @@ class BagelModel:
     @torch.inference_mode()
     def forward(self, walk: str, rows: Sequence[RowInputs], attention: AttentionBackend) -> Sequence[Any]:
         sizes = [len(row.positions) for row in rows]
-        x = torch.cat(list(self._embedded(walk, rows)))  # [tokens, hidden_size]
+        x = self._embedded(walk, rows)  # [tokens, hidden_size]
         positions = torch.tensor(list(chain.from_iterable(row.positions for row in rows)), device=self.net.device)
         is_gen = torch.cat([gen_mask(size - 2) for size in sizes]) if walk in (SHOW_LATENTS, DRAW) else None
         hidden = self.net.decode(x, positions, through_pages(attention), is_gen=is_gen).split(sizes)
@@ -217,17 +217,16 @@ class BagelModel:
         wanted = zip((row.logits_from for row in rows), hidden, strict=True)
         return [None if start is None else self.net.logits(h[start:]) for start, h in wanted]
 
-    def _embedded(self, walk: str, rows: Sequence[RowInputs]) -> Iterator[Tensor]:
-        canvases: dict[Canvas, Tensor] = {}  # each is embedded once, for all its contexts
-        for row in rows:
-            if walk != DRAW:
-                yield self.net.embed_text(row.ids) if row.block is None else row.block
-                continue
-            canvas: Canvas = row.block.canvas
-            if canvas not in canvases:
-                block = self.net.embed_latents(canvas.latents, canvas.grid, canvas.t)
-                canvases[canvas] = self.net.between_markers(block)
-            yield canvases[canvas]
+    def _embedded(self, walk: str, rows: Sequence[RowInputs]) -> Tensor:
+        if walk == DRAW:
+            blocks = {canvas: self._canvas(canvas) for canvas in {row.block.canvas for row in rows}}  # once for all contexts
+            return torch.cat([blocks[row.block.canvas] for row in rows])
+        if walk in (SHOW_PATCHES, SHOW_LATENTS):
+            return torch.cat([row.block for row in rows])
+        return self.net.embed_text(list(chain.from_iterable(row.ids for row in rows)))
+
+    def _canvas(self, canvas: Canvas) -> Tensor:
+        return self.net.between_markers(self.net.embed_latents(canvas.latents, canvas.grid, canvas.t))
 
     def _velocities(self, rows: Sequence[RowInputs], hidden: Sequence[Tensor]) -> list[Tensor | None]:
         """Return each canvas's combined velocity at its main row, None at the others."""
