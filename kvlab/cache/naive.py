@@ -141,11 +141,11 @@ class NaiveKV(NaivePool):
 
     def _probe(self, rid: RequestId, label: str, walk: str) -> int | None:
         stream = self._ensure(rid, label)
+        if stream.converted:
+            return stream.stored
         if not self.is_open or stream.known is None:
             return None
         stream.agreed = False
-        if stream.converted:
-            return stream.stored
         if stream.lease:
             return len(stream.lease) * self.page_size
         if stream.stored or self.configs[rid].prompt_logprobs:

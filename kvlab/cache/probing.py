@@ -35,6 +35,9 @@ class Prober:
     def probe(self, request: KVRequest, node: str, walk: str, label: str, num_tokens: int) -> Match | None:
         """How much of the ``num_tokens`` that ``walk`` would write is cached; None = no opinion."""
         stream, index = self._table.stream_of(request.rid, label), self._pool.index
+        if stream.converted and not stream.offloaded:
+            # a refused batch admit asks again: same answer, also when a reset has ended the chain meanwhile
+            return Match(stream.stored_len, stream.stored_len)
         if stream.chain is None or index is None:
             self._warn_unkeyed(request, node, walk, label)
             self._ledger.note_unkeyed(request, stream, walk, num_tokens)
@@ -43,8 +46,6 @@ class Prober:
         if stream.offloaded:
             self._ledger.note(request, stream, num_tokens, "not_fresh", "what the stream stores is on the host")
             return None
-        if stream.converted:
-            return Match(stream.stored_len, stream.stored_len)  # a refused batch admit asks again: same answer
         if stream.lease is not None:
             return self._match(stream.lease)
         if why := self._why_unprobed(request, stream, walk):
