@@ -431,6 +431,8 @@ class Engine:
             outputs = {tensor: [[sampled.token]] for tensor in self._decode_tensors()}
             for resource in self._resources:
                 resource.extend_prefix_chain(run.rid, walk.node, walk.name, outputs)
+        if run.request.options.window is not None:
+            self._gate.amend(self._intake.claim(run))
         if walk_done and not walk.loops:
             run.walk_index += 1
         if run.cancel_requested:
@@ -496,11 +498,12 @@ class Engine:
             return
         live = self.kv.usable_pages - self.kv.arena.num_free
         settings = ", ".join(f"{name} is {value}" for name, value in self._gate.facts().items())
+        pinned, unpin = (f", {len(self.kv.pins)} of them pinned", "unpin something, ") if len(self.kv.pins) else ("", "")
         error = StallError(
             f"all {len(held)} running requests wait for pages and nothing can free one: {live} of {self.kv.usable_pages} "
-            f"usable pages are in use (page size {self.kv.page_size}); {settings}; give the pool more pages (num_pages), give "
-            "host pages (cpu_offload_pages), set max_concurrent_requests so that all of them fit at their final length, or "
-            "admit with admission='reserve'"
+            f"usable pages are in use{pinned} (page size {self.kv.page_size}); {settings}; {unpin}give the pool more pages "
+            "(num_pages), give host pages (cpu_offload_pages), set max_concurrent_requests so that all of them fit at their "
+            "final length, or admit with admission='reserve'"
         )
         if self.recorder is not None:
             self.recorder(Stalled([run.rid for run in held], self.kv.usable_pages, live, settings))
