@@ -70,10 +70,12 @@ class PoolView(Resource):
 
     def pages_taken(self, rid: RequestId) -> tuple[int, int]:
         """Pages of a request: (taken from the free list, lent by the index or leased)."""
+        fresh, lent = 0, 0
         with self._lock:
-            streams = self.streams_of(rid).values()
-            lent = sum(stream.hits + len(stream.lease or ()) for stream in streams)
-            return sum(len(stream.page_indices) - stream.hits for stream in streams), lent
+            for stream in self.streams_of(rid).values():
+                fresh += len(stream.page_indices) - stream.hits
+                lent += stream.hits + len(stream.lease or ())
+        return fresh, lent
 
     # -- streams
 
