@@ -295,7 +295,17 @@ class Gate:
 
     def can_spare(self, pages: Sequence[int]) -> bool:
         """True when the admitted requests can still finish if cached ``pages`` cannot be had any more."""
-        supply = self._pool.supply_pages(pages)
+        return self._is_enough(self._pool.supply_pages(pages))
+
+    def may_recall(self, rid: RequestId, num_pages: int) -> bool:
+        """True when cached pages may come back from the host for ``rid``; a window lets go of them again, so that they are
+        taken beside what it reserved.
+        """
+        if rid not in self._claims or not self._claims[rid].own_pages:
+            return self.may_grant(rid, num_pages)
+        return self._is_enough(self._pool.supply_pages() - num_pages)
+
+    def _is_enough(self, supply: int) -> bool:
         if self.options.admission == "reserve":
             return self.outstanding_pages() <= supply
         return self.options.admission == "none" or can_finish(self._footprints(), supply)
