@@ -5,8 +5,10 @@ Exit codes: 0 done, 1 kvlab says no (one line on stderr), 2 the command line is 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,11 +47,23 @@ def main(args: Sequence[str] | None = None) -> int:
     except KvlabError as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        print(f"kvlab: what it has to say cannot be written ({error.strerror}); make room", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
+
+
+def _drop_output() -> None:
+    """Let what is still in the buffer of stdout go nowhere, or Python fails once more on its way out."""
+    if sys.__stdout__ is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
 
 
 def _show_version(asked: bool) -> None:
@@ -280,10 +294,14 @@ def _print_json(value: Any) -> None:
 
 
 def _print_rows(result: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("row", "unit", "ours", "reference", "ratio", "target", "ok")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)  # a row of bench index fills 80 columns
+    table.add_column("row", no_wrap=True, overflow="fold")
+    for column in ("unit", "ours", "reference", "ratio", "target", "ok"):
+        table.add_column(column, justify="left" if column in ("unit", "ok") else "right", overflow="fold")
     for row in result["rows"]:
         numbers = (_number(row[column]) for column in ("ours", "reference", "ratio", "target"))
         table.add_row(row["name"], row["unit"], *numbers, {True: "yes", False: "no", None: "-"}[row["ok"]])

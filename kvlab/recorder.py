@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, TextIO
 
 from kvlab.errors import InputError
 from kvlab.events import EVENT_TYPES, SCHEMA, Event
+from kvlab.options import is_whole
 from kvlab.pool_state import PoolState
 
 logger = logging.getLogger("kvlab.events")
@@ -37,7 +39,7 @@ class Recorder:
             says so, and events go on being kept in memory.
 
     Raises:
-        InputError: the file cannot be written, or fewer than 2 events would be kept.
+        InputError: fewer than 2 events, or a log that cannot be written.
 
     >>> from kvlab.events import PagesAcquired, PoolCreated
     >>> recorder = Recorder(clock=lambda: 0.0)
@@ -56,8 +58,8 @@ class Recorder:
         max_events: int | None = 500_000,
         log_path: str | Path | None = None,
     ) -> None:
-        if max_events is not None and max_events < 2:
-            raise InputError(f"max_events is {max_events}; give 2 or more, or None to keep all events")
+        if max_events is not None and (not is_whole(max_events) or max_events < 2):
+            raise InputError(f"max_events is {max_events!r}; give 2 or more, or None to keep all events")
         self.step = 0
         self._clock, self._begin = clock, clock()
         self._entries: list[Entry] = []
@@ -136,6 +138,8 @@ class Recorder:
         Raises:
             InputError: the event is not in memory any more, or was never recorded.
         """
+        if until_seq is not None and not is_whole(until_seq):
+            raise InputError(f"until_seq is {until_seq!r}; give the number of an event, or None for the last one")
         end = self._num_folded + len(self._entries) if until_seq is None else until_seq + 1
         if not self._num_folded <= end <= self._num_folded + len(self._entries):
             last = self._num_folded + len(self._entries) - 1
@@ -157,7 +161,7 @@ class Recorder:
         head: dict[str, Any] = {"kvlab_events": SCHEMA}
         if self._num_folded:
             head |= {"folded": self._num_folded, "base": self._base.to_json()}
-        with open(path, "w", encoding="utf-8", newline="\n") as f:
+        with _open_log(path) as f:
             f.write(json.dumps(head) + "\n")
             f.writelines(_to_line(entry) for entry in self._entries)
 
@@ -168,6 +172,7 @@ class Recorder:
         Raises:
             InputError: no such log, another schema, an unknown event, a broken or missing line; the message names the line.
         """
+        _require_path(path)
         recorder = cls(clock=lambda: 0.0, max_events=None)
         try:
             with open(path, "rb") as f:
@@ -223,13 +228,29 @@ class Recorder:
             self._log = None
 
 
+def check_log_path(path: Any) -> None:
+    """Check that an event log can have this place.
+
+    Raises:
+        InputError: no path, or its folder does not exist.
+    """
+    _require_path(path)
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise InputError(f"the event log cannot be written to {path}: there is no folder {folder}; make it first")
+
+
+def _require_path(path: Any) -> None:
+    if not isinstance(path, str | os.PathLike):  # a number would be taken for an open file
+        raise InputError(f"the event log is {path!r}; give the path of a file")
+
+
 def _open_log(path: str | Path) -> TextIO:
+    check_log_path(path)
     try:
         return open(path, "w", encoding="utf-8", newline="\n")
     except OSError as error:
-        raise InputError(
-            f"the event log {path} cannot be written ({error.strerror}); name a file in a folder that is there"
-        ) from error
+        raise InputError(f"the event log cannot be written to {path} ({error.strerror}); give another path") from error
 
 
 def _to_line(entry: Entry) -> str:

@@ -116,6 +116,26 @@ def test_bench_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert ["slow", "us", "0.2", "-", "-", "0.15", "no"] in rows
 
 
+def test_no_name_of_a_row_is_cut_on_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    large = {
+        "unit": "bytes/page",
+        "ours": 33_123_456,
+        "reference": 33_123_456,
+        "ratio": 1.234,
+        "target": 33_554_432,
+        "ok": False,
+    }
+    names = ["replay_pool_0.25x", "lookup_us_per_page", "codec_s_per_s_vs_one_go"]
+    answer(monkeypatch, "kvlab.bench.index:run", lambda: {"rows": [large | {"name": name} for name in names]})
+    assert cli.main(["bench", "index"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == names
+    assert max(map(len, lines)) <= 80
+
+
 def test_notebooks_are_listed_and_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +164,29 @@ def test_a_missing_installation_is_told_in_one_line(
     monkeypatch.setattr("kvlab.notebooks.names", raising(LoadError("kvlab's own notebooks are missing")))
     assert cli.main(["notebooks"]) == 1
     assert capsys.readouterr().err == "kvlab: kvlab's own notebooks are missing\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("line", [["doctor"], ["doctor", "--json"], ["notebooks"]])
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(line: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run([sys.executable, "-m", "kvlab", *line], stdout=full, stderr=subprocess.PIPE, encoding="utf-8")
+    assert run.returncode == 1
+    assert run.stderr == "kvlab: what it has to say cannot be written (No space left on device); make room\n"
+
+
+def test_other_errors_of_the_system_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, "kvlab.models.registry:fetch", raising(PermissionError(13, "Permission denied")))
+    with pytest.raises(PermissionError):
+        cli.main(["fetch", "smollm2-135m"])
+
+
+def test_notebooks_copied_onto_a_file_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    for target in (tmp_path / "notes.txt", tmp_path / "notes.txt" / "below"):
+        assert cli.main(["notebooks", "--copy", str(target)]) == 1
+        assert capsys.readouterr().err.startswith("kvlab: ")
+    assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
 def test_python_m_kvlab_is_the_same_command() -> None:

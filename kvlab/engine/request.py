@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from importlib import import_module
+from numbers import Number
 from typing import Any
 
 from kvlab.engine.sampler import SamplingParams
 from kvlab.errors import InputError
+from kvlab.options import is_number, plain, require_switch, require_text, whole
 from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention, RetentionPolicy, check_salt
 
 
@@ -63,28 +64,39 @@ class RequestOptions:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     @property
+    def deadlines(self) -> str:
+        """The deadlines that were asked for, in words.
+
+        >>> RequestOptions(deadline_s=2.5, deadline_steps=9).deadlines
+        'deadline_s is 2.5, deadline_steps is 9'
+        """
+        asked = {"deadline_s": self.deadline_s, "deadline_steps": self.deadline_steps}
+        return ", ".join(f"{name} is {value}" for name, value in asked.items() if value is not None)
+
+    @property
     def window_policy(self) -> RetentionPolicy | None:
         """The window as the cache takes it."""
         return None if self.window is None else RetentionPolicy(*self.window)
 
     def __post_init__(self) -> None:
-        _check_whole("max_tokens", self.max_tokens, 0)
+        whole("max_tokens", self.max_tokens, 0)
         if self.deadline_steps is not None:
-            _check_whole("deadline_steps", self.deadline_steps, 1)
-        if self.deadline_s is not None and not (_is_number(self.deadline_s) and self.deadline_s > 0):
+            whole("deadline_steps", self.deadline_steps, 1)
+        if self.deadline_s is not None and not (is_number(self.deadline_s) and self.deadline_s > 0):
             raise InputError(f"deadline_s is {self.deadline_s!r}; give a number of seconds above 0, or None")
         if self.window is not None:
             _check_window(self.window)
-        for name, kind in (("ignore_eos", bool), ("prefix_cache", bool), ("salt", str), ("name", str)):
-            if not isinstance(getattr(self, name), kind):
-                raise InputError(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
+        for name in ("ignore_eos", "prefix_cache"):
+            require_switch(name, getattr(self, name))
+        for name in ("salt", "name"):
+            require_text(name, getattr(self, name))
         check_salt("salt", self.salt)
         if not isinstance(self.fields, Mapping):
             raise InputError(f"fields is {self.fields!r}; give a mapping of the model's own inputs")
         for text in self.stop:
             _check_stop_string(text)
         for token in self.stop_ids:
-            _check_whole("an entry of stop_ids", token, 0)
+            whole("an entry of stop_ids", token, 0)
         for wish in self.retention:
             if not isinstance(wish, Retention):
                 raise InputError(
@@ -92,15 +104,14 @@ class RequestOptions:
                 )
         if self.on_token is not None and not callable(self.on_token):
             raise InputError(f"on_token is {self.on_token!r}; give a function of one StreamChunk")
+        self._keep_plain_numbers()
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+    def _keep_plain_numbers(self) -> None:
+        for name in ("max_tokens", "deadline_steps", "deadline_s"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        object.__setattr__(self, "stop_ids", tuple(map(int, self.stop_ids)))
+        if self.window is not None:
+            object.__setattr__(self, "window", tuple(map(int, self.window)))
 
 
 def _check_window(window: Any) -> None:
@@ -148,7 +159,7 @@ def read_options(options: Mapping[str, Any]) -> RequestOptions:
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str | int | Retention):
+    if isinstance(value, str | Number | Retention):
         return (value,)
     try:
         return tuple(value)
@@ -187,7 +198,7 @@ class MissTable(Sequence[Miss]):
         return hash(self._rows)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{m.label}[{m.start}:{m.stop}] {m.cause}" for m in self._rows[:4])
+        shown = ", ".join(f"{m.label}[{m.start}:{m.stop}] {_cause_words(m)}" for m in self._rows[:4])
         more = f", and {len(self._rows) - 4} more" if len(self._rows) > 4 else ""
         return f"MissTable({shown}{more})"
 
@@ -204,6 +215,12 @@ class MissTable(Sequence[Miss]):
         return [
             {"label": m.label, "start": m.start, "stop": m.stop, "cause": m.cause, "evidence": m.evidence} for m in self._rows
         ]
+
+
+def _cause_words(miss: Miss) -> str:
+    """The cause, and of an eviction that made no room (a reset) also why."""
+    says_more = miss.cause == "evicted" and not miss.evidence.startswith("evicted")
+    return f"{miss.cause}, {miss.evidence}" if says_more and miss.evidence else miss.cause
 
 
 def _cell(text: str, tag: str = "td") -> str:

@@ -76,7 +76,10 @@ class TextProcessor:
         """
         values = ids.tolist() if hasattr(ids, "tolist") else ids
         if isinstance(values, bytes | str | Mapping) or not isinstance(values, Sequence):
-            raise InputError(f"a {what} is a str, a sequence of token ids, a Chat or a Continued; got {type(ids).__name__}")
+            talk = "; a conversation is kvlab.Chat([(role, content), ...])" if isinstance(values, Mapping) else ""
+            raise InputError(
+                f"a {what} is a str, a sequence of token ids, a Chat or a Continued; got {type(ids).__name__}{talk}"
+            )
         if not values:
             raise InputError(f"the {what} is empty; give at least one token")
         if all(type(value) is int for value in values) and min(values) >= 0 and max(values) < self.vocab_size:
@@ -128,7 +131,7 @@ class TextProcessor:
     # -- chat ----------------------------------------------------------------------------------------------------------
 
     def _chat(self, chat: Chat) -> PromptRecord:
-        _check_chat(chat)
+        check_chat(chat)
         text = self._render(chat.messages)
         plain = self._encode(text)
         if not chat.kept_messages:
@@ -167,7 +170,8 @@ class TextProcessor:
         return text
 
 
-def _check_chat(chat: Chat) -> None:
+def check_chat(chat: Chat) -> None:
+    """Raise InputError for a chat that is no list of (role, content), ends with no user turn, or keeps what cannot be."""
     for i, message in enumerate(chat.messages):
         if not (isinstance(message, tuple | list) and len(message) == 2 and all(isinstance(part, str) for part in message)):
             raise InputError(f"message {i} of the chat is {message!r}; each is a pair (role, content) of str")
@@ -219,4 +223,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:
-        raise LoadError(f"the tokenizer in {folder} cannot be read ({type(e).__name__}: {e}); get it again") from e
+        raise LoadError(
+            f"the tokenizer in {folder}, or the config.json read with it, cannot be read ({type(e).__name__}: {e}); get both "
+            "again"
+        ) from e

@@ -342,8 +342,25 @@ def test_rope_fields_are_found_wherever_a_version_of_the_config_keeps_them(rope:
         ({"num_key_value_heads": 4}, "6 attention heads do not share 4"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"vocab_size": None}, "no field vocab_size"),
-        ({"num_hidden_layers": "3"}, "num_layers is '3'"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
         ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"hidden_size": "x"}, "hidden_size is 'x'"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"rope_scaling": "x"}, "rope_scaling is 'x'"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]"),
+        ({"rope_scaling": LLAMA3 | {"factor": "x"}}, "factor is 'x'"),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings is 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+        ({"layer_types": 3}, "layer_types is 3"),
+        ({"use_sliding_window": "x"}, "use_sliding_window is 'x'"),
+        ({"max_window_layers": "x"}, "max_window_layers is 'x'"),
     ],
 )
 def test_a_config_that_asks_for_something_else_is_refused_by_field_and_value(changes: dict[str, Any], message: str) -> None:
@@ -490,5 +507,5 @@ def test_pages_have_the_shape_of_the_network_and_the_dtype_asked_for() -> None:
 
 def test_max_seq_len_may_shorten_the_context_only() -> None:
     assert (model().max_seq_len, model(max_seq_len=64).max_seq_len) == (256, 64)
-    with pytest.raises(InputError, match="max_seq_len 257"):
+    with pytest.raises(InputError, match="max_seq_len is 257"):
         model(max_seq_len=257)
