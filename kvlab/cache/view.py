@@ -79,8 +79,8 @@ class PoolView(Resource):
         fresh, lent = 0, 0
         with self._lock:
             for stream in self.streams_of(rid).values():
-                fresh += len(stream.page_indices) - stream.hits
-                lent += stream.hits + len(stream.lease or ())
+                fresh += len(stream.page_indices) - stream.hits + (stream.end_slots > 0)
+                lent += stream.hits + stream.lent_pages
         return fresh, lent
 
     # -- streams

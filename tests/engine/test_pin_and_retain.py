@@ -114,3 +114,13 @@ def test_a_stall_says_how_many_pages_are_pinned(tracer) -> None:
     engine.unpin("system")
     with pytest.raises(StallError, match=r"usable pages are in use \(page size 16\)"):
         engine.generate([[n + 1] * 50 for n in range(3)], max_tokens=60)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"name": ""}, "name of a pin is ''"), ({"name": "a", "fields": 3}, "fields is 3")]
+)
+def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(tracer, wrong, message) -> None:
+    engine = tracer(page_size=16)
+    with pytest.raises(InputError, match=message):
+        engine.pin(SYSTEM, **wrong)
+    assert engine.kv.counters.committed_tokens == 0
