@@ -17,8 +17,6 @@ from kvlab.lab.sizing import size_pool
 from kvlab.lab.workloads import WORKLOADS, WorkloadShape, make_workload
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvlab.engine.engine import Engine
     from kvlab.engine.request import GenerationResult
     from kvlab.models.tracer import TracerModel
@@ -127,7 +125,7 @@ def _is_right(engine: Engine) -> Any:
     return verify
 
 
-def _sampled_alone(engine: Engine, result: GenerationResult, logits: Tensor) -> tuple[int, ...]:
+def _sampled_alone(engine: Engine, result: GenerationResult, logits: Any) -> tuple[int, ...]:
     """What the seed of a request draws from ``logits``, one row a token."""
     from kvlab.engine.sampler import Sampled, Sampler
     from kvlab.spec import RequestConfig

@@ -218,7 +218,7 @@ def test_every_combination_survives_200_000_operations_together(policy, tiers, a
     machine.run(SLOW_OPERATIONS)
     machine.finish()
     happened = ["length", "error", "cancelled", "deadline", "hits", "compared", "pinned"]
-    assert [name for name in happened if machine.seen[name] < 5] == []
+    assert [name for name in happened if not machine.seen[name]] == []
     counters = machine.engine.kv.counters
     assert counters.matched_pages > 100
     if tiers == "host":
