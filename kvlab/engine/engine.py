@@ -102,7 +102,7 @@ class Engine(Rounds):
         self._in_flight: dict[RequestId, Run] = {}
         self._rids = itertools.count(1)
         self._gate = Gate(kv, admission or AdmissionOptions(), rounds_left=self._rounds_left, record=recorder)
-        kv.guard_grants(self._gate.may_grant)
+        kv.guard_grants(self._gate.may_grant, self._gate.may_recall)
         self._offloads = Offloads(kv, self._gate, self._running, self._intake.claim, policy=offload_policy)
         kv.pins.can_spare = self._gate.can_spare
         self._is_short = False  # an admitted request was held in the last round

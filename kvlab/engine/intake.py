@@ -59,12 +59,18 @@ class Intake:
         """What ``run`` will hold until its end."""
         slots = self._slots(run, run.request.options.max_tokens - (run.input_tokens - run.prompt_slots))
         prompt_pages = sum(self._kv.pages_needed(prompt) for prompt, _ in slots.values())
-        window = run.request.options.window_policy
+        window, own_pages = run.request.options.window_policy, 0
         if window is not None:
             most = window.most_tokens(self._kv.page_size)
-            slots = {label: (prompt, min(end, max(prompt, most))) for label, (prompt, end) in slots.items()}
+            kept_pages = window.protected_prefix // self._kv.page_size
+            own_pages = sum(max(self._kv.pages_needed(min(end, most)) - kept_pages, 0) for _, end in slots.values())
+            # the prompt is held whole until the first token; then the window has let go of what it does not keep
+            slots = {
+                label: (prompt, min(end, max(most, 0 if run.generated else prompt))) for label, (prompt, end) in slots.items()
+            }
         total_pages = sum(self._kv.pages_needed(end) for _, end in slots.values())
-        return Claim(run.rid, total_pages, prompt_pages, sum(end > prompt for prompt, end in slots.values()))
+        growth = sum(end > prompt for prompt, end in slots.values())
+        return Claim(run.rid, total_pages, prompt_pages, growth, own_pages)
 
     def _slots(self, run: Run, max_tokens: int) -> Mapping[str, tuple[int, int]]:
         return self._model.slots(run.record, max_tokens)
