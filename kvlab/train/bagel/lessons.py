@@ -14,11 +14,11 @@ from kvlab.train.bagel.vocabulary import Texts
 #: How often guidance's other contexts are learned: without the text, and without the picture.
 NO_TEXT, NO_PICTURE = 0.1, 0.1
 TEXT_FIRST = 0.15
-DESCRIBES = 0.2
+DESCRIBES = 0.35
 #: Requests of a kind in one step.
-COUNTS = {"draw": 24, "edit": 16, "ask": 5, "chat": 2, "think": 1}
+COUNTS = {"draw": 8, "edit": 16, "ask": 24, "chat": 4, "think": 1}
 #: Kinds of about one length are packed together.
-GROUPS = (("draw",), ("edit",), ("ask", "chat"), ("think",))
+GROUPS = (("draw",), ("edit",), ("ask",), ("chat",), ("think",))
 
 
 @dataclass(frozen=True)
