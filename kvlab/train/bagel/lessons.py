@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvlab.models.bagel.prompting import THINK_THEN_DRAW
 from kvlab.train.bagel import packing, questions, scenes
 from kvlab.train.bagel.packing import Part
 from kvlab.train.bagel.pool import Pool
@@ -73,5 +74,5 @@ class Teacher:
     def _think(self, draw: random.Random) -> list[Part]:
         picture = self._any_picture(draw)
         scene = self.pool.scene(picture)
-        asked = [self._text(questions.THINK), self._text(draw.choice(scenes.captions(scene)))]
+        asked = [self._text(THINK_THEN_DRAW), self._text(draw.choice(scenes.captions(scene)))]
         return [*asked, self._text(questions.plan(scene), is_answer=True), Part("made", picture=picture)]

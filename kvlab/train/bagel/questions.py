@@ -12,11 +12,6 @@ from kvlab.train.bagel.scenes import COLOURS, RELATIONS, SHAPES, Scene, any_scen
 NUMBERS = ("zero", "one", "two", "three")
 DESCRIBE = "describe the picture"
 MAX_TURNS = 3
-#: The release's system text for pictures planned in words.
-THINK = (
-    "You should first think about the planning process in the mind and then generate the image. \nThe planning process is "
-    "enclosed within <think> </think> tags, i.e. <think> planning process here </think> image here"
-)
 
 
 @dataclass(frozen=True)
