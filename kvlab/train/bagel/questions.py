@@ -39,7 +39,8 @@ def description(scene: Scene) -> Turn:
 def plan(scene: Scene) -> str:
     """Return what is thought before a scene is drawn.
 
-    >>> plan(Scene("one", (scenes.Thing("red", "circle"),), "white"))
+    >>> from kvlab.train.bagel.scenes import every_scene
+    >>> plan(next(every_scene("one")))
     '<think> a white background, and a red circle in the middle </think>'
     """
     spots = {"one": ("in the middle",), "row": ("left", "right"), "column": ("above", "below")}.get(
