@@ -18,7 +18,7 @@ ROWS = {
     "descriptions": '"describe the picture", word for word',
     "chats": "chats without pictures",
     "autoencoder": "true pictures through the autoencoder",
-    "true_pictures": "true pictures (what the judge misses)",
+    "true_pictures": "true pictures themselves, as the judge sees them",
 }
 
 _TEXT = """\

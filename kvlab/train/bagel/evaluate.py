@@ -103,7 +103,7 @@ class Examiner:
         shares = _shares(pictures, [edit.target.scene for edit in asked])
         for kind in edits.KINDS:
             pairs = [(picture, edit.target.scene) for picture, edit in zip(pictures, asked, strict=True) if edit.kind == kind]
-            shares[kind] = judge.share(*zip(*pairs, strict=True)) if pairs else 0.0
+            shares[f"of_{kind}"] = judge.share(*zip(*pairs, strict=True)) if pairs else 0.0
         return shares
 
     def given(self, pictures: Sequence[Pixels]) -> Given:
