@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import InputError
+from kvlab.options import plain, require_switch, whole
+from kvlab.recorder import check_log_path
 from kvlab.spec import check_salt
 
 if TYPE_CHECKING:
@@ -97,7 +100,8 @@ def load(
     """
     from kvlab.models.loading import load_model
 
-    _check_profile(profile)
+    _check_choices(profile, record, event_log)
+    _checks_invariants(check_invariants)
     model = load_model(name_or_path, dtype=dtype, device=device, max_seq_len=max_seq_len)
     return build_engine(
         model,
@@ -130,9 +134,13 @@ def load(
     )
 
 
-def _check_profile(profile: str) -> None:
+def _check_choices(profile: str, record: bool, event_log: str | Path | None) -> None:
+    """Check what can be checked before weights are read."""
     if profile not in PROFILES:
         raise InputError(f"unknown profile {profile!r}; known are {', '.join(PROFILES)}")
+    require_switch("record", record)
+    if event_log is not None:
+        check_log_path(event_log)
 
 
 def build_engine(
@@ -183,7 +191,8 @@ def build_engine(
     from kvlab.engine.preprocess import PreprocessWorker
     from kvlab.recorder import Recorder
 
-    _check_profile(profile)
+    _check_choices(profile, record, event_log)
+    checks = _checks_invariants(check_invariants)
     settings: dict[str, Any] = {
         "num_pages": num_pages,
         "pool_bytes": pool_bytes,
@@ -196,18 +205,18 @@ def build_engine(
         "cpu_offload_pages": cpu_offload_pages,
         "host_tier_pages": host_tier_pages,
     }
-    pool = settings | _overrides(resources, settings)
+    pool = {name: plain(value) for name, value in (settings | _overrides(resources, settings)).items()}
     options = AdmissionOptions(
         admission=admission or ("none" if profile == "published" else "reserve"),
         admission_order=admission_order,
         backfill_protect=backfill_protect,
-        backfill_window=backfill_window,
-        max_concurrent_requests=max_concurrent_requests,
+        backfill_window=plain(backfill_window),
+        max_concurrent_requests=plain(max_concurrent_requests),
         preemption=preemption,
     )
-    chunks = ChunkRule(max_step_tokens)
+    chunks = ChunkRule(plain(max_step_tokens))
     _check_types(pool)
-    layout = model.kv_layout(_whole("page_size", pool["page_size"], 1), pool["kv_dtype"])
+    layout = model.kv_layout(whole("page_size", pool["page_size"], 1), pool["kv_dtype"])
     pages = _num_pages(pool["num_pages"], pool["pool_bytes"], layout, model.device)
     host_pages = _host_pages(pool["cpu_offload_pages"], pool["host_tier_pages"], layout)
     worker = PreprocessWorker(model.processor, model.prefix_key_streams(), {"kv": layout.page_size}, mode=preprocess)
@@ -224,7 +233,7 @@ def build_engine(
         cpu_offload_pages=pool["cpu_offload_pages"],
         host_tier_pages=pool["host_tier_pages"],
         transport=None if transport is None else transport(store),
-        check_invariants=check_invariants,
+        check_invariants=checks,
         record=recorder,
         miss_log=MissLog(pages) if record else None,
     )
@@ -248,20 +257,36 @@ def build_engine(
             usable_pages=kv.usable_pages,
             page_size=kv.page_size,
             max_seq_len=model.max_seq_len,
-            max_concurrent_requests=max_concurrent_requests,
+            max_concurrent_requests=options.max_concurrent_requests,
             cpu_offload_pages=pool["cpu_offload_pages"],
         )
     return engine
 
 
-def _overrides(resources: Mapping[str, Mapping[str, Any]] | None, settings: dict[str, Any]) -> dict[str, Any]:
+def _overrides(resources: Mapping[str, Mapping[str, Any]] | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    shape = 'give {"kv": {...}}, a mapping of its settings, or None'
+    if not isinstance(resources, Mapping | None):
+        raise InputError(f"resources is {resources!r}; {shape}")
     for key, values in (resources or {}).items():
         if key != "kv":
             raise InputError(f"resources names {key!r}; the only resource with settings is 'kv'")
+        if not isinstance(values, Mapping):
+            raise InputError(f"resources has {values!r} for 'kv'; {shape}")
         for name in values:
             if name not in settings:
                 raise InputError(f"unknown setting {name!r} of resource 'kv'; known are {', '.join(settings)}")
     return dict((resources or {}).get("kv", {}))
+
+
+def _checks_invariants(check_invariants: bool | None) -> bool:
+    """Return the switch as it was given, or as the environment has it."""
+    require_switch("check_invariants", check_invariants, or_none=True)
+    if check_invariants is not None:
+        return check_invariants
+    said = os.environ.get("KVLAB_CHECK", "")
+    if said not in ("", "0", "1"):
+        raise InputError(f"KVLAB_CHECK is {said!r}; it must be 1 (check the pool after every change), 0, or not set")
+    return said == "1"
 
 
 def _check_types(pool: Mapping[str, Any]) -> None:
@@ -282,8 +307,8 @@ def _num_pages(num_pages: int | None, pool_bytes: int | None, layout: KVLayout, 
         raise InputError(f"kv_dtype is {layout.dtype!r}; known are {', '.join(BYTES_PER_VALUE)}")
     page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])
     if pool_bytes is not None:
-        num_pages = _whole("pool_bytes", pool_bytes, 2 * page_bytes, f"two pages of {page_bytes} bytes") // page_bytes
-    pages = _whole("num_pages", DEFAULT_NUM_PAGES if num_pages is None else num_pages, 2, "the sink and one page to use")
+        num_pages = whole("pool_bytes", pool_bytes, 2 * page_bytes, f"two pages of {page_bytes} bytes") // page_bytes
+    pages = whole("num_pages", DEFAULT_NUM_PAGES if num_pages is None else num_pages, 2, "the sink and one page to use")
     check_memory({"KV pages": pages * page_bytes}, device)
     return pages
 
@@ -293,16 +318,9 @@ def _host_pages(cpu_offload_pages: Any, host_tier_pages: Any, layout: KVLayout) 
     from kvlab.cache.kv import BYTES_PER_VALUE
     from kvlab.models.memory import check_memory
 
-    pages = _whole("cpu_offload_pages", cpu_offload_pages, 0) + _whole("host_tier_pages", host_tier_pages, 0)
+    pages = whole("cpu_offload_pages", cpu_offload_pages, 0) + whole("host_tier_pages", host_tier_pages, 0)
     check_memory({"host pages": pages * layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])}, "cpu")
     return pages
-
-
-def _whole(name: str, value: Any, least: int, why: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        tail = f" ({why})" if why else ""
-        raise InputError(f"{name} is {value!r}; it must be a whole number of at least {least}{tail}")
-    return value
 
 
 def _attention(choice: str | Callable[[KVStore], AttentionBackend], store: KVStore, num_heads: int) -> AttentionBackend:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO
 
 from kvlab.errors import InputError
 from kvlab.events import EVENT_TYPES, SCHEMA, Event
+from kvlab.options import is_whole
 from kvlab.pool_state import PoolState
 
 
@@ -31,6 +33,9 @@ class Recorder:
         max_events: most entries kept; None = all.
         log_path: also write every event to this JSONL file.
 
+    Raises:
+        InputError: fewer than 2 events, or a log that cannot be written.
+
     >>> from kvlab.events import PagesAcquired, PoolCreated
     >>> recorder = Recorder(clock=lambda: 0.0)
     >>> recorder(PoolCreated("kv", num_pages=4, page_size=16, bytes_per_page=0))
@@ -48,15 +53,15 @@ class Recorder:
         max_events: int | None = 500_000,
         log_path: str | Path | None = None,
     ) -> None:
-        if max_events is not None and max_events < 2:
-            raise InputError(f"max_events is {max_events}; give 2 or more, or None to keep all events")
+        if max_events is not None and (not is_whole(max_events) or max_events < 2):
+            raise InputError(f"max_events is {max_events!r}; give 2 or more, or None to keep all events")
         self.step = 0
         self._clock, self._begin = clock, clock()
         self._entries: list[Entry] = []
         self._max_events = max_events
         self._base = PoolState()
         self._num_folded = 0
-        self._log = open(log_path, "w", encoding="utf-8", newline="\n") if log_path is not None else None  # noqa: SIM115
+        self._log = None if log_path is None else _open_log(log_path)
         if self._log is not None:
             self._log.write(json.dumps({"kvlab_events": SCHEMA}) + "\n")
 
@@ -128,7 +133,7 @@ class Recorder:
         head: dict[str, Any] = {"kvlab_events": SCHEMA}
         if self._num_folded:
             head |= {"folded": self._num_folded, "base": self._base.to_json()}
-        with open(path, "w", encoding="utf-8", newline="\n") as f:
+        with _open_log(path) as f:
             f.write(json.dumps(head) + "\n")
             f.writelines(_to_line(entry) for entry in self._entries)
 
@@ -188,6 +193,27 @@ class Recorder:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def check_log_path(path: Any) -> None:
+    """Check that an event log can have this place.
+
+    Raises:
+        InputError: no path, or its folder does not exist.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"the event log is {path!r}; give the path of a file")
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise InputError(f"the event log cannot be written to {path}: there is no folder {folder}; make it first")
+
+
+def _open_log(path: str | Path) -> TextIO:
+    check_log_path(path)
+    try:
+        return open(path, "w", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise InputError(f"the event log cannot be written to {path} ({error.strerror}); give another path") from error
 
 
 def _to_line(entry: Entry) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from kvlab.errors import InputError
+from kvlab.options import is_number, is_whole, plain, whole
 
 RequestId: TypeAlias = int | str
 StreamKey: TypeAlias = tuple[RequestId, str]  # (request, label)
@@ -158,13 +159,15 @@ class Retention:
 
     def __post_init__(self) -> None:
         stop = self.start + 1 if self.stop is None else self.stop
-        if type(self.start) is not int or type(stop) is not int or not 0 <= self.start < stop:
+        if not is_whole(self.start) or not is_whole(stop) or not 0 <= self.start < stop:
             raise InputError(f"retention of slots [{self.start!r}, {self.stop!r}); give 0 <= start < stop, or None for stop")
-        if type(self.priority) is not int or not 0 <= self.priority <= MAX_PRIORITY:
+        if not is_whole(self.priority) or not 0 <= self.priority <= MAX_PRIORITY:
             raise InputError(f"retention priority is {self.priority!r}; give a whole number from 0 to {MAX_PRIORITY}")
         seconds = self.duration_s
-        if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds < float("inf")):
+        if seconds is not None and not (is_number(seconds) and seconds > 0):
             raise InputError(f"retention duration_s is {seconds!r}; give a number of seconds above 0, or None")
+        for name in ("start", "stop", "priority", "duration_s"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
     def pages(self, page_size: int, num_pages: int) -> range:
         """Positions of the pages, of the first ``num_pages``, that the range lies on.
@@ -289,9 +292,7 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         for name, least in (("context_budget", 1), ("protected_prefix", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"{name} of a window is {value!r}; it must be a whole number of at least {least}")
+            object.__setattr__(self, name, whole(f"{name} of a window", getattr(self, name), least))
 
     def most_tokens(self, page_size: int) -> int:
         """Tokens such a stream holds at most after a step of one token."""
@@ -639,11 +640,21 @@ class Chat:
 
     ``kept_ids`` are the ids of the first ``kept_messages`` messages exactly as they were prefilled and generated, so that a
     follow-up extends them token for token; the processor renders only what comes after them.
+
+    Raises:
+        InputError: messages or ids that are no sequence, or a number of messages that is none.
     """
 
     messages: tuple[tuple[str, str], ...]
     kept_ids: tuple[int, ...] = ()
     kept_messages: int = 0
+
+    def __post_init__(self) -> None:
+        for name, of in (("messages", "(role, content) pairs"), ("kept_ids", "token ids")):
+            value = getattr(self, name)
+            if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+                raise InputError(f"{name} of a chat is {value!r}; give a list of {of}")
+        whole("kept_messages of a chat", self.kept_messages, 0)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.spec import KVLayout, Match, PrefixStream, WalkInputs, drop_leading, last_page_length
+from kvlab.errors import InputError
+from kvlab.spec import Chat, KVLayout, Match, PrefixStream, WalkInputs, drop_leading, last_page_length
 
 
 @pytest.mark.parametrize(("length", "right"), [(0, 0), (1, 1), (3, 3), (4, 4), (5, 1), (8, 4)])
@@ -36,3 +37,18 @@ def test_a_stream_names_every_walk_that_may_write_it():
 @pytest.mark.parametrize(("inputs", "opaque"), [({}, False), ({"step_info": True}, True), ({"tensors": {"pixels": 1}}, True)])
 def test_what_is_not_ids_is_opaque(inputs, opaque):
     assert WalkInputs({"main": [1]}, **inputs).opaque is opaque
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((None,), "messages of a chat is None"),
+        (("hi",), "messages of a chat is 'hi'"),
+        (((), None), "kept_ids of a chat is None"),
+        (((), (), "x"), "kept_messages of a chat is 'x'"),
+        (((), (), True), "kept_messages of a chat is True"),
+    ],
+)
+def test_a_chat_of_the_wrong_kind_is_refused_where_it_is_made(parts, message):
+    with pytest.raises(InputError, match=message):
+        Chat(*parts)

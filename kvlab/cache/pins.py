@@ -15,6 +15,7 @@ from kvlab import events
 from kvlab.cache.filing import Filing
 from kvlab.cache.pool import PagePool
 from kvlab.errors import InputError
+from kvlab.options import is_whole
 from kvlab.spec import RequestConfig
 
 log = logging.getLogger("kvlab.cache")
@@ -33,10 +34,10 @@ class Pins:
 
     def __init__(self, pool: PagePool, filing: Filing, lock: AbstractContextManager[object], max_pages: int | None) -> None:
         usable = pool.arena.num_pages - 1
-        if max_pages is not None and (type(max_pages) is not int or not 0 <= max_pages <= usable):
+        if max_pages is not None and (not is_whole(max_pages) or not 0 <= max_pages <= usable):
             raise InputError(f"max_pinned_pages is {max_pages!r}; the pool has {usable} usable pages, give 0 to {usable}")
         self._pool, self._filing, self._lock = pool, filing, lock
-        self.max_pages = usable // 2 if max_pages is None else max_pages
+        self.max_pages = usable // 2 if max_pages is None else int(max_pages)
         self.can_spare: Callable[[Sequence[int]], bool] | None = None  # an admission gate's: can these pages be pinned now?
         self._pages: dict[str, list[int]] = {}
         self._uses: Counter[int] = Counter()
@@ -61,9 +62,10 @@ class Pins:
         """Keep the whole pages of a prompt, all labels, under ``name``; returns how many they are.
 
         Raises:
-            InputError: the name is taken, not all of these pages are cached, more would be pinned than may be, or admitted
-                requests were promised the room; then nothing changed.
+            InputError: no name or one that is taken, not all of these pages are cached, more would be pinned than may be, or
+                admitted requests were promised the room; then nothing changed.
         """
+        check_name(name)
         with self._lock:
             if name in self._pages:
                 raise InputError(f"{name!r} is pinned already ({len(self._pages[name])} pages); unpin it first")
@@ -95,7 +97,7 @@ class Pins:
             InputError: nothing is pinned under that name.
         """
         with self._lock:
-            if name not in self._pages:
+            if not isinstance(name, str) or name not in self._pages:
                 raise InputError(f"nothing is pinned as {name!r}; pinned are: {', '.join(sorted(self._pages)) or 'none'}")
             return self._drop(name, "asked")
 
@@ -114,3 +116,9 @@ class Pins:
         if self._pool.record is not None:
             self._pool.record(events.PagesUnpinned(name, pages, why))
         return len(pages)
+
+
+def check_name(name: object) -> None:
+    """Raise InputError for a pin's name that is no text, or empty."""
+    if not isinstance(name, str) or not name:
+        raise InputError(f"the name of a pin is {name!r}; give a str of at least one character")

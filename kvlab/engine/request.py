@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from importlib import import_module
+from numbers import Number
 from typing import Any
 
 from kvlab.engine.sampler import SamplingParams
 from kvlab.errors import InputError
+from kvlab.options import is_number, plain, whole
 from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention, RetentionPolicy, check_salt
 
 
@@ -68,10 +69,10 @@ class RequestOptions:
         return None if self.window is None else RetentionPolicy(*self.window)
 
     def __post_init__(self) -> None:
-        _check_whole("max_tokens", self.max_tokens, 0)
+        whole("max_tokens", self.max_tokens, 0)
         if self.deadline_steps is not None:
-            _check_whole("deadline_steps", self.deadline_steps, 1)
-        if self.deadline_s is not None and not (_is_number(self.deadline_s) and self.deadline_s > 0):
+            whole("deadline_steps", self.deadline_steps, 1)
+        if self.deadline_s is not None and not (is_number(self.deadline_s) and self.deadline_s > 0):
             raise InputError(f"deadline_s is {self.deadline_s!r}; give a number of seconds above 0, or None")
         if self.window is not None:
             _check_window(self.window)
@@ -84,7 +85,7 @@ class RequestOptions:
         for text in self.stop:
             _check_stop_string(text)
         for token in self.stop_ids:
-            _check_whole("an entry of stop_ids", token, 0)
+            whole("an entry of stop_ids", token, 0)
         for wish in self.retention:
             if not isinstance(wish, Retention):
                 raise InputError(
@@ -92,15 +93,14 @@ class RequestOptions:
                 )
         if self.on_token is not None and not callable(self.on_token):
             raise InputError(f"on_token is {self.on_token!r}; give a function of one StreamChunk")
+        self._keep_plain_numbers()
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+    def _keep_plain_numbers(self) -> None:
+        for name in ("max_tokens", "deadline_steps", "deadline_s"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        object.__setattr__(self, "stop_ids", tuple(map(int, self.stop_ids)))
+        if self.window is not None:
+            object.__setattr__(self, "window", tuple(map(int, self.window)))
 
 
 def _check_window(window: Any) -> None:
@@ -148,7 +148,7 @@ def read_options(options: Mapping[str, Any]) -> RequestOptions:
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str | int | Retention):
+    if isinstance(value, str | Number | Retention):
         return (value,)
     try:
         return tuple(value)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvlab.engine.sampling import SamplingParams as SamplingParams
 from kvlab.errors import InputError, IntegrityError, KvlabError
+from kvlab.options import is_whole, whole
 from kvlab.spec import Match, RequestConfig, RequestId, Resource, WalkInputs
 
 _FIRST_LOOK = 1024  # a draw nearly always ends among so many likeliest tokens; sorting 157k of them costs 23 ms
@@ -59,11 +60,9 @@ class Sampler(Resource):
     prefix_skip_safe: ClassVar[bool] = True
 
     def __init__(self, vocab_size: int, *, seed: int = 0) -> None:
-        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
-            raise InputError(f"vocab_size is {vocab_size!r}; it must be a whole number of at least 1")
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if not is_whole(seed):
             raise InputError(f"seed is {seed!r}; it must be a whole number")
-        self.vocab_size, self.seed = vocab_size, seed
+        self.vocab_size, self.seed = whole("vocab_size", vocab_size, 1), int(seed)
         self._requests: dict[RequestId, _Request] = {}
         self._num_ingested = 0
 

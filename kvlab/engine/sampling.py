@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvlab.errors import InputError
+from kvlab.options import is_number, is_whole, plain
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,21 @@ class SamplingParams:
     def __post_init__(self) -> None:
         count = "a whole number of at least 0"
         heat = self.temperature
-        _require("temperature", heat, _is_number(heat) and heat >= 0, "a number of at least 0 (0 = greedy)")
+        _require("temperature", heat, is_number(heat) and heat >= 0, "a number of at least 0 (0 = greedy)")
         _require("top_k", self.top_k, _is_count(self.top_k), f"{count} (0 = all)")
-        _require("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
-        _require("min_p", self.min_p, _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
+        _require("top_p", self.top_p, is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
+        _require("min_p", self.min_p, is_number(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
         penalty = self.repetition_penalty
-        _require("repetition_penalty", penalty, _is_number(penalty) and penalty > 0, "a number above 0 (1 = off)")
+        _require("repetition_penalty", penalty, is_number(penalty) and penalty > 0, "a number above 0 (1 = off)")
         _require("logprobs", self.logprobs, self.logprobs is None or _is_count(self.logprobs), f"None or {count}")
         _require("prompt_logprobs", self.prompt_logprobs, isinstance(self.prompt_logprobs, bool), "True or False")
-        _require("seed", self.seed, self.seed is None or _is_whole(self.seed), "None or a whole number")
+        _require("seed", self.seed, self.seed is None or is_whole(self.seed), "None or a whole number")
         _require("allowed", self.allowed, self.allowed is None or callable(self.allowed), "None or a function of ids")
         _check_bias(self.logit_bias)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the client may go on changing its own
+        bias = {int(token): float(value) for token, value in self.logit_bias.items()}  # the client may go on changing its own
+        object.__setattr__(self, "logit_bias", bias)
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs", "seed"):
+            object.__setattr__(self, name, plain(getattr(self, name)))  # a seed is drawn from by how it is written
 
     @property
     def is_greedy(self) -> bool:
@@ -87,20 +90,12 @@ def _require(name: str, value: Any, is_legal: bool, legal: str) -> None:
         raise InputError(f"{name} is {value!r}; it must be {legal}")
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_count(value: Any) -> bool:
-    return _is_whole(value) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_whole(value) and value >= 0
 
 
 def _check_bias(bias: Any) -> None:
     legal = "a mapping of token id (at least 0) -> finite number"
     _require("logit_bias", bias, isinstance(bias, Mapping), legal)
     for token, value in bias.items():
-        _require("logit_bias", {token: value}, _is_count(token) and _is_number(value), legal)
+        _require("logit_bias", {token: value}, _is_count(token) and is_number(value), legal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlab.errors import InputError
+from kvlab.options import is_whole
 
 FULL = 255  # the largest value of a channel
 MAX_THRESHOLD = 64  # of 255: what a threshold slider ends at
@@ -70,6 +71,7 @@ class PixelDrift:
     moved: tuple[int, ...]
     mean_abs: float
     psnr_db: float | None
+    name: str = ""
 
     @property
     def num_pixels(self) -> int:
@@ -97,7 +99,7 @@ class PixelDrift:
         >>> PixelDrift(1, 4, (2, 1, 1), 0.25, 50.0).share_over(1)
         0.25
         """
-        if type(threshold) is not int or not 0 <= threshold <= FULL:
+        if not is_whole(threshold) or not 0 <= threshold <= FULL:
             raise InputError(f"threshold is {threshold!r}; give a whole number from 0 to {FULL}")
         return sum(self.moved[threshold + 1 :]) / self.num_pixels
 

@@ -53,8 +53,8 @@ def _size(pixels: Pixels) -> str:
     return f"{pixels.shape[0]} x {pixels.shape[1]}"
 
 
-def compare_pictures(first: Any, second: Any) -> PixelDrift:
-    """Compare two pictures of one size; what counts as one is said by ``as_pixels``.
+def compare_pictures(first: Any, second: Any, name: str = "") -> PixelDrift:
+    """Compare two pictures of one size (see ``as_pixels``); figures call the pair ``name``.
 
     >>> black, dark = np.zeros((2, 2, 3), np.uint8), np.zeros((2, 2, 3), np.uint8)
     >>> dark[0, 0, 1] = 40
@@ -66,7 +66,7 @@ def compare_pictures(first: Any, second: Any) -> PixelDrift:
     mean_square = float(np.mean(apart**2))
     psnr_db = 10 * math.log10(FULL**2 / mean_square) if mean_square else None
     height, width, _ = apart.shape
-    return PixelDrift(height, width, tuple(moved.tolist()), float(apart.mean()), psnr_db)
+    return PixelDrift(height, width, tuple(moved.tolist()), float(apart.mean()), psnr_db, name)
 
 
 def share_curve(drift: PixelDrift, thresholds: Iterable[int] = range(MAX_THRESHOLD + 1)) -> list[tuple[int, float]]:

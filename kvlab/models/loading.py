@@ -18,6 +18,7 @@ from kvlab.models.places import Say, announce, sha256_file
 from kvlab.models.prompting import TextProcessor, load_tokenizer
 from kvlab.models.text import TextModel
 from kvlab.models.textlm import TextConfig, TextLM
+from kvlab.options import whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 MAPPED_BYTES = 64 << 20  # a weight file is mapped anew after this much, or all of it would count as resident while it is read
@@ -84,6 +85,8 @@ def load_model(
     from kvlab.models.orpheus.loading import is_orpheus, load_orpheus
 
     torch_dtype(dtype or default_dtype(torch_device(device)))  # before anything is fetched
+    if max_seq_len is not None:
+        whole("max_seq_len", max_seq_len, 1)
     checkpoint = open_checkpoint(name_or_path, say=say)
     load = load_orpheus if is_orpheus(checkpoint.config) else load_text_model
     return load(checkpoint, dtype=dtype, device=device, max_seq_len=max_seq_len, say=say)

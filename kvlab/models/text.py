@@ -14,6 +14,7 @@ from torch.nn.modules import module as torch_module
 from kvlab.attention.base import AttentionBackend
 from kvlab.errors import InputError
 from kvlab.models.textlm import TextLM
+from kvlab.options import whole
 from kvlab.spec import (
     KVLayout,
     Match,
@@ -96,15 +97,15 @@ class TextModel(TextSchedule):
         max_seq_len: int | None = None,
     ) -> None:
         limit = net.config.max_seq_len
-        if max_seq_len is not None and not 1 <= max_seq_len <= limit:
-            raise InputError(f"max_seq_len {max_seq_len} is not between 1 and the {limit} positions of {name}")
+        if max_seq_len is not None and whole("max_seq_len", max_seq_len, 1) > limit:
+            raise InputError(f"max_seq_len is {max_seq_len}, and {name} has {limit} positions; give at most these")
         self.net = net
         self.processor = processor
         self.name, self.identity = name, identity
         self.config = net.config
         self.vocab_size = net.config.vocab_size
         self.num_heads = net.config.num_heads
-        self.max_seq_len = limit if max_seq_len is None else max_seq_len
+        self.max_seq_len = limit if max_seq_len is None else int(max_seq_len)
         self.pinned_sha256 = pinned_sha256
         self._checkpoint_path = checkpoint_path
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from kvlab.errors import InputError, missing_extra
 from kvlab.lab.results import Spectrogram, Table, Wave
+from kvlab.options import whole
 from kvlab.viz.display import as_figure
+from kvlab.viz.given import require_rows
 from kvlab.viz.marks import Axis, Heat, Label, Line, Panel, linear_axis
 from kvlab.viz.theme import EVICTED, HEAT, LIVE, SHARED, SOFT_INK, Style
 
@@ -46,7 +48,15 @@ def audio_player(speech: Any, caption: str | None = None, *, sample_rate: int | 
 
     Args:
         sample_rate: of the sound in the player, where a page should be smaller; that of the utterance when None.
+
+    Raises:
+        InputError: what was given is no utterance.
     """
+    lacks = [name for name in ("samples", "sample_rate", "caption") if not hasattr(speech, name)]
+    if lacks:
+        raise InputError(f"a {type(speech).__name__} is no utterance (it has no {lacks[0]}); give what kvlab's speech returns")
+    if sample_rate is not None:
+        whole("sample_rate", sample_rate, 1)
     samples, rate = speech.samples, speech.sample_rate
     if sample_rate is not None and sample_rate != rate:
         samples, rate = _resampled(samples, rate, sample_rate), sample_rate
@@ -73,8 +83,7 @@ def waveforms(waves: Sequence[Wave], title: str = "") -> Any:
 
 def waveforms_panel(waves: Sequence[Wave], title: str = "") -> Panel:
     """Return the figure of ``waveforms`` as a panel."""
-    if not waves:
-        raise InputError("no waves to draw; give at least one")
+    require_rows(waves, Wave)
     loudest = max(wave.peak * wave.drawn_gain for wave in waves) or 1.0
     lanes = range(len(waves))
     return Panel(
@@ -121,8 +130,7 @@ def spectrograms_panel(pictures: Sequence[Spectrogram], title: str = "") -> Pane
     Raises:
         InputError: none, or pictures of other bands than the first.
     """
-    if not pictures:
-        raise InputError("no spectrograms to draw; give at least one")
+    require_rows(pictures, Spectrogram)
     if len({(picture.max_hz, len(picture.levels_db)) for picture in pictures}) > 1:
         raise InputError("the spectrograms have different bands; make all with the same bands and max_hz")
     bottoms = [(len(pictures) - 1 - i) * _LANE for i in range(len(pictures))]

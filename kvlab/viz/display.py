@@ -13,6 +13,7 @@ from typing import Any
 
 from kvlab.errors import missing_extra
 from kvlab.lab.results import RequestRow, printable
+from kvlab.viz.given import require_panel
 from kvlab.viz.marks import Axis, Bitmap, Heat, Line, Mark, Panel, Points, Rects, cut
 from kvlab.viz.static import SUBTITLE_WIDTH, TITLE_WIDTH, as_svg, wrap
 from kvlab.viz.theme import DARK_OUTLINE, HEAT, INK, SOFT_INK, Style, plotly_template
@@ -25,6 +26,7 @@ _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 def as_figure(panel: Panel) -> Any:
     """Return ``panel`` as a ``plotly.graph_objects.Figure`` that shows itself with an SVG and a sentence beside it."""
+    require_panel(panel, Panel)
     return _figure_class()(plotly_json(panel), panel)
 
 
@@ -65,6 +67,7 @@ def mimebundle(panel: Panel) -> dict[str, Any]:
 
     A panel with pictures has no plotly part, which would carry every picture a second time.
     """
+    require_panel(panel, Panel)
     both = {"image/svg+xml": as_svg(panel), "text/plain": panel.sentence}
     return both if has_bitmaps(panel) else {PLOTLY_MIME: plotly_json(panel)} | both
 

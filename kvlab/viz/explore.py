@@ -87,6 +87,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _defaults(draw: Callable[..., Any], controls: Mapping[str, Any]) -> dict[str, Any]:
+    if not callable(draw):
+        raise InputError(f"explore draws with a function, and {draw!r} is none; give one that returns a panel or a figure")
     first = {name: _choices(name, control)[0] for name, control in controls.items()}
     parameters = inspect.signature(draw).parameters
     try:

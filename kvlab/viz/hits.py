@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvlab.errors import InputError
 from kvlab.lab.results import LadderRow, MissRow, PageSizeRow, RequestRow, Table, TtftRow
 from kvlab.viz.display import as_figure
+from kvlab.viz.given import require_rows
 from kvlab.viz.marks import Line, Panel, Points, Rect, Rects, count, cut, linear_axis, named_axis, page_axis
 from kvlab.viz.theme import COMPUTED, LAST_PAGE, LIVE, SERVED, SOFT_INK, cause_style
 
@@ -37,17 +37,12 @@ def misses(rows: Sequence[RequestRow], title: str = "") -> Any:
     return as_figure(misses_panel(rows, title))
 
 
-def _need(rows: Sequence[Any], what: str) -> None:
-    if not rows:
-        raise InputError(f"no rows to draw; give at least one {what}")
-
-
 # -- the ladder --------------------------------------------------------------------------------------------------------
 
 
 def hit_ladder_panel(rows: Sequence[LadderRow]) -> Panel:
     """Return the figure of ``hit_ladder`` as a panel."""
-    _need(rows, "LadderRow")
+    require_rows(rows, LadderRow)
     shown = rows[:MAX_BARS]
     names = [f"{row.prompt_tokens} tokens, {_nth(row.send)} sending" for row in shown]
     bars = tuple(rect for i, row in enumerate(shown) for rect in _ladder_bars(i, row))
@@ -101,6 +96,7 @@ def _nth(number: int) -> str:
 
 def ladder_table(rows: Sequence[LadderRow]) -> Table:
     """Return tokens, matched pages and the recomputed last page of each sending."""
+    require_rows(rows, LadderRow, least=0)
     columns = (
         "prompt tokens",
         "page size",
@@ -123,7 +119,7 @@ def ladder_table(rows: Sequence[LadderRow]) -> Table:
 
 def ttft_panel(rows: Sequence[TtftRow]) -> Panel:
     """Return the figure of ``ttft_vs_cached`` as a panel."""
-    _need(rows, "TtftRow")
+    require_rows(rows, TtftRow)
     ordered = sorted(rows, key=lambda row: row.cached_tokens)
     ideal = sorted({(row.cached_tokens, row.ideal_ms) for row in ordered})
     notes = tuple(
@@ -159,6 +155,7 @@ def _ttft_title(ordered: Sequence[TtftRow]) -> str:
 
 def ttft_table(rows: Sequence[TtftRow]) -> Table:
     """Return measured and ideal times side by side."""
+    require_rows(rows, TtftRow, least=0)
     columns = ("prompt tokens", "cached tokens", "tail tokens", "first token, ms", "ideal, ms", "ratio")
     body = [
         (
@@ -179,7 +176,7 @@ def ttft_table(rows: Sequence[TtftRow]) -> Table:
 
 def page_size_panel(rows: Sequence[PageSizeRow]) -> Panel:
     """Return the figure of ``page_size_study`` as a panel: one group of bars for each shared length."""
-    _need(rows, "PageSizeRow")
+    require_rows(rows, PageSizeRow)
     shown = rows[:MAX_BARS]
     names = [f"page {row.page_size}, {row.shared_tokens} shared" for row in shown]
     bars = tuple(rect for i, row in enumerate(shown) for rect in _page_size_bars(i, row))
@@ -224,6 +221,7 @@ def _page_size_title(rows: Sequence[PageSizeRow]) -> str:
 
 def page_size_table(rows: Sequence[PageSizeRow]) -> Table:
     """Return what each page size reused and lost."""
+    require_rows(rows, PageSizeRow, least=0)
     columns = ("page size", "shared tokens", "cached tokens", "shared, computed again", "first token, ms")
     body = [(r.page_size, r.shared_tokens, r.cached_tokens, r.shared_tokens - r.cached_tokens, r.ttft_ms) for r in rows]
     return Table(columns, body, "Page sizes")
@@ -234,7 +232,7 @@ def page_size_table(rows: Sequence[PageSizeRow]) -> Table:
 
 def misses_panel(rows: Sequence[RequestRow], title: str = "") -> Panel:
     """Return the figure of ``misses`` as a panel; ``title`` is the finding, where it is not the hit and its commonest miss."""
-    _need(rows, "RequestRow")
+    require_rows(rows, RequestRow)
     shown = rows[:MAX_BARS]
     bars = tuple(rect for i, row in enumerate(shown) for rect in _prompt_bars(i, row))
     looks = sorted(dict.fromkeys(rect.style for rect in bars), key=lambda style: style != SERVED)
@@ -299,12 +297,14 @@ def _misses_title(rows: Sequence[RequestRow]) -> str:
 
 def miss_table(rows: Sequence[RequestRow]) -> Table:
     """Return one row for each range of computed prompt tokens: who, where, why, and the evidence."""
+    require_rows(rows, RequestRow, least=0)
     body = [(row.name, m.label, m.start, m.stop, m.stop - m.start, m.cause, m.evidence) for row in rows for m in row.misses]
     return Table(("request", "label", "start", "stop", "tokens", "cause", "evidence"), body, "Why prompt tokens were computed")
 
 
 def request_table(rows: Sequence[RequestRow]) -> Table:
     """Return one row for each request of a run."""
+    require_rows(rows, RequestRow, least=0)
     columns = (
         "request",
         "prompt tokens",

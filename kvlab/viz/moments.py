@@ -8,9 +8,11 @@ from typing import TypeAlias
 
 from kvlab.errors import InputError
 from kvlab.events import LeaseConverted, PageEvicted, PageIndexed, RequestSubmitted, StepRan
+from kvlab.options import whole
 from kvlab.pool_state import PoolState
 from kvlab.recorder import Entry, Recorder
 from kvlab.spec import RequestId
+from kvlab.viz.given import require_events
 
 Events: TypeAlias = Recorder | Sequence[Entry]
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -82,6 +84,7 @@ def begin(events: Events) -> Moment:
     Raises:
         InputError: a list of entries that begins in the middle of a run.
     """
+    require_events(events)
     if isinstance(events, Recorder):
         pool = events.replay(events.num_folded - 1)
     elif events and events[0].seq != 0:
@@ -110,6 +113,10 @@ def moment(events: Events, *, step: int | None = None, until_seq: int | None = N
 
 
 def _check_choice(events: Events, step: int | None, until_seq: int | None) -> None:
+    require_events(events)
+    for name, value in (("step", step), ("until_seq", until_seq)):
+        if value is not None:
+            whole(name, value, 0)
     if step is None and until_seq is None:
         return
     if step is not None and until_seq is not None:
@@ -138,4 +145,5 @@ def step_moments(events: Events) -> Iterator[Moment]:
 
 def steps_of(events: Events) -> list[int]:
     """Return the steps that the log has events of, in order."""
+    require_events(events)
     return sorted({entry.step for entry in events})

@@ -11,6 +11,7 @@ from kvlab.errors import InputError, missing_extra
 from kvlab.lab.picture_results import FAR, FULL, DifferenceMap, Picture, PixelDrift
 from kvlab.lab.results import Table
 from kvlab.viz.display import as_figure
+from kvlab.viz.given import require_rows
 from kvlab.viz.marks import Axis, Bitmap, Label, Mark, Panel, cut
 from kvlab.viz.theme import DARK_OUTLINE, HEAT, LAST, SIGNED, SOFT_INK, Style
 
@@ -59,7 +60,7 @@ def pictures_panel(shown: Sequence[Shown], title: str = "", *, subtitle: str = "
         title=title or (_sentence(drift.verdict) if drift else ", ".join(cut(one.name, 40) for one in shown)),
         subtitle=subtitle or _scale_words(shown, most),
         legend=tuple(_scale(maps, most)),
-        table=None if drift is None else drift_table([(shown[-1].name, drift)]),
+        table=None if drift is None else drift_table([drift]),
     )
 
 
@@ -88,6 +89,11 @@ def _sentence(text: str) -> str:
 
 
 def _size_of_all(shown: Sequence[Shown]) -> tuple[int, int]:
+    for one in shown:
+        if not isinstance(one, Picture | DifferenceMap):
+            raise InputError(
+                f"a {type(one).__name__} is to be drawn; make a picture with lab.pixels.to_draw, or a difference_map"
+            )
     if not 1 <= len(shown) <= MAX_PICTURES:
         raise InputError(f"{len(shown)} pictures to draw in a row; give 1 to {MAX_PICTURES}")
     sizes = {_size(one) for one in shown}
@@ -185,17 +191,18 @@ def moved_pixels_panel(first: Picture, second: Picture, apart: DifferenceMap, dr
         title=f"{share:.2%} of {drift.num_pixels} pixels differ by more than {threshold} of {FULL}",
         subtitle=_sentence(drift.verdict),
         legend=(Style(f"pixels over {threshold}", LAST, DARK_OUTLINE),),
-        table=drift_table([(second.name, drift)], (0, threshold, FAR)),
+        table=drift_table([drift], (0, threshold, FAR)),
     )
 
 
-def drift_table(rows: Sequence[tuple[str, PixelDrift]], thresholds: Sequence[int] = (0, 1, 8, FAR)) -> Table:
+def drift_table(drifts: Sequence[PixelDrift], thresholds: Sequence[int] = (0, 1, 8, FAR)) -> Table:
     """Return equality first, then the largest difference, then shares of pixels over thresholds."""
+    require_rows(drifts, PixelDrift)
     shares = sorted(set(thresholds))
     columns = ("pair", "pixels", "equal", "largest of 255", *(f"share over {t}" for t in shares), "PSNR, dB")
     body = [
-        (name, d.num_pixels, d.equal_pixels, d.max_abs, *(f"{d.share_over(t):.2%}" for t in shares), d.psnr_db)
-        for name, d in rows
+        (d.name, d.num_pixels, d.equal_pixels, d.max_abs, *(f"{d.share_over(t):.2%}" for t in shares), d.psnr_db)
+        for d in drifts
     ]
     return Table(columns, body, "What differs between two pictures")
 

@@ -10,7 +10,9 @@ from kvlab.errors import InputError
 from kvlab.lab.picture_results import FAR, FULL, MAX_THRESHOLD, NoiseRow, PixelDrift, PixelRow, SweepRow
 from kvlab.lab.results import Table
 from kvlab.viz.display import as_figure
+from kvlab.viz.given import require_rows
 from kvlab.viz.marks import Axis, Line, Mark, Panel, Points, Rect, Rects, Ticks, count, cut, linear_axis, named_axis
+from kvlab.viz.pictures import drift_table
 from kvlab.viz.theme import CACHED, COMPUTED, EVICTED, INK, LAST, LIVE, SERVED, SHARED, Style
 
 _LOOKS = ((LIVE, "solid"), (EVICTED, "dash"), (CACHED, "dot"), (SHARED, "solid"), (LAST, "dash"), (INK, "dot"))
@@ -19,52 +21,43 @@ _NONE = -1.0  # where "none" stands below the lowest decade of a share axis
 _HALF = 0.34  # half the thickness of a bar
 
 
-def _need(rows: Sequence[Any], what: str) -> None:
-    if not rows:
-        raise InputError(f"no rows to draw; give at least one {what}")
-
-
 # -- shares over a threshold -------------------------------------------------------------------------------------------
 
 
-def pixel_shares(pairs: Sequence[tuple[str, PixelDrift]], threshold: int = FAR) -> Any:
+def pixel_shares(drifts: Sequence[PixelDrift], threshold: int = FAR) -> Any:
     """Draw the share of pixels over each threshold from 0 to 64, as a plotly figure. Arguments: ``pixel_shares_panel``."""
-    return as_figure(pixel_shares_panel(pairs, threshold))
+    return as_figure(pixel_shares_panel(drifts, threshold))
 
 
-def pixel_shares_panel(pairs: Sequence[tuple[str, PixelDrift]], threshold: int = FAR) -> Panel:
+def pixel_shares_panel(drifts: Sequence[PixelDrift], threshold: int = FAR) -> Panel:
     """Return the figure of ``pixel_shares`` as a panel.
 
     Args:
-        pairs: names, and what differs; a line each.
+        drifts: named; a line each.
         threshold: of 255, marked by a vertical line; its shares stand in the title.
     """
-    _need(pairs, "(name, PixelDrift)")
-    axis = share_axis([drift for _, drift in pairs])
+    require_rows(drifts, PixelDrift)
+    axis = share_axis(drifts)
     lines: list[Mark] = [Line((threshold, threshold), (axis.low, axis.high), INK, "dot")]
     thresholds = range(MAX_THRESHOLD + 1)
-    for index, (_, drift) in enumerate(pairs):
+    for index, drift in enumerate(drifts):
         colour, dash = _LOOKS[index % len(_LOOKS)]
         ys = tuple(share_place(drift.share_over(t), drift.num_pixels) for t in thresholds)
         lines.append(Line(tuple(thresholds), ys, colour, dash))
     return Panel(
-        title=_shares_title(pairs, threshold),
-        subtitle="Share of pixels of which a channel differs by more than the threshold; from tick to tick it is ten times as much",
+        title=_shares_title(drifts, threshold),
+        subtitle="Share of pixels of which a channel differs by more than the threshold; each tick is ten times the one below",
         x=linear_axis("threshold, of 255", [MAX_THRESHOLD], room=0.0),
         y=axis,
         marks=tuple(lines),
-        legend=tuple(Style(cut(name, 40), _LOOKS[i % len(_LOOKS)][0]) for i, (name, _) in enumerate(pairs)),
-        table=Table(
-            ("pair", "largest of 255", *(f"over {t}" for t in (0, 1, 2, 4, 8, 16, 32, 64))),
-            [(name, d.max_abs, *(f"{d.share_over(t):.2%}" for t in (0, 1, 2, 4, 8, 16, 32, 64))) for name, d in pairs],
-            "Share of pixels over a threshold",
-        ),
+        legend=tuple(Style(cut(d.name, 40), _LOOKS[i % len(_LOOKS)][0]) for i, d in enumerate(drifts)),
+        table=drift_table(drifts, (0, 1, 2, 4, 8, 16, 32, 64)),
     )
 
 
-def _shares_title(pairs: Sequence[tuple[str, PixelDrift]], threshold: int) -> str:
-    shares = ", ".join(f"{share_words(drift, threshold)} ({cut(name, 30)})" for name, drift in pairs[:3])
-    more = f", and {len(pairs) - 3} more" if len(pairs) > 3 else ""
+def _shares_title(drifts: Sequence[PixelDrift], threshold: int) -> str:
+    shares = ", ".join(f"{share_words(drift, threshold)} ({cut(drift.name, 30)})" for drift in drifts[:3])
+    more = f", and {len(drifts) - 3} more" if len(drifts) > 3 else ""
     return f"Pixels over {threshold} of {FULL}: {shares}{more}"
 
 
@@ -109,7 +102,7 @@ def noise_curve(rows: Sequence[NoiseRow], thresholds: Sequence[int] = (0, 1, 8, 
 
 def noise_curve_panel(rows: Sequence[NoiseRow], thresholds: Sequence[int] = (0, 1, 8, FAR)) -> Panel:
     """Return the figure of ``noise_curve`` as a panel: one line a threshold, one point a strength of noise."""
-    _need(rows, "NoiseRow")
+    require_rows(rows, NoiseRow)
     ordered = sorted(rows, key=lambda row: row.log2_noise)
     xs = tuple(float(row.log2_noise) for row in ordered)
     marks: list[Mark] = []
@@ -131,6 +124,7 @@ def noise_curve_panel(rows: Sequence[NoiseRow], thresholds: Sequence[int] = (0, 
 
 def noise_table(rows: Sequence[NoiseRow], thresholds: Sequence[int] = (0, 1, 8, FAR)) -> Table:
     """Return one row a strength of noise."""
+    require_rows(rows, NoiseRow)
     columns = ("injected noise", "largest of 255", *(f"pixels over {t}" for t in thresholds), "PSNR, dB")
     body = [
         (f"2^{r.log2_noise}", r.drift.max_abs, *(share_words(r.drift, t) for t in thresholds), r.drift.psnr_db) for r in rows
@@ -152,6 +146,7 @@ def _noise_title(rows: Sequence[NoiseRow]) -> str:
 
 def pixel_table(rows: Sequence[PixelRow]) -> Table:
     """Return settings, what was cached, and drift: equality first, then the largest difference, then shares."""
+    require_rows(rows, PixelRow)
     columns = (
         "picture", "format", "timesteps", "guided", "cached of main", "cached, all labels", "equal pixels", "largest of 255",
         "over 0", "over 1", f"over {FAR}", "cold again",
@@ -172,7 +167,7 @@ def drift_by_match(rows: Sequence[PixelRow]) -> Any:
 
 def drift_by_match_panel(rows: Sequence[PixelRow]) -> Panel:
     """Return the figure of ``drift_by_match`` as a panel: a symbol each number format, the largest difference above it."""
-    _need(rows, "PixelRow")
+    require_rows(rows, PixelRow)
     formats = list(dict.fromkeys(row.dtype for row in rows))
     marks = []
     for index, dtype in enumerate(formats):
@@ -220,6 +215,7 @@ def guided_sweep_panel(rows: Sequence[SweepRow]) -> Panel:
     Raises:
         InputError: a sweep that has only one side.
     """
+    require_rows(rows, SweepRow)
     sides = {reuse: [row for row in rows if row.reuse == reuse] for reuse in (False, True)}
     if not all(sides.values()):
         raise InputError("a sweep with one side only; give rows with reuse and without")
@@ -247,6 +243,7 @@ def _slots_bars(index: int, row: SweepRow) -> list[Rect]:
 
 def sweep_table(rows: Sequence[SweepRow]) -> Table:
     """Return both sides of a sweep, one row a seed, times included."""
+    require_rows(rows, SweepRow)
     columns = ("seed", "reuse", "prompt slots", "computed slots", "prefill, ms", "whole, ms", "prefill's share")
     body = [
         (r.seed, "yes" if r.reuse else "no", r.prompt_slots, r.computed_slots, round(r.prefill_ms, 1), round(r.total_ms, 1),

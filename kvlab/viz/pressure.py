@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvlab.errors import InputError
 from kvlab.events import PageEvicted, PageIndexed, RequestPreempted, RequestSubmitted, Stalled
 from kvlab.lab.results import PressureRow, Table
 from kvlab.viz.display import as_figure
+from kvlab.viz.given import require_events, require_rows
 from kvlab.viz.marks import Line, Panel, Points, Rect, Rects, count, cut, linear_axis, named_axis
 from kvlab.viz.moments import Events, step_moments
 from kvlab.viz.pages import page_timeline_panel
@@ -47,11 +47,6 @@ def policies(rows: Sequence[PressureRow]) -> Any:
 def stall_curve(rows: Sequence[PressureRow]) -> Any:
     """Draw how many requests complete on pools of growing size, with the cache on and off, as a plotly figure."""
     return as_figure(stall_curve_panel(rows))
-
-
-def _need(rows: Sequence[Any], what: str = "PressureRow") -> None:
-    if not rows:
-        raise InputError(f"no rows to draw; give at least one {what}")
 
 
 # -- over steps --------------------------------------------------------------------------------------------------------
@@ -135,6 +130,7 @@ def _evictions_title(by_request: Counter[str]) -> str:
 
 def eviction_table(events: Events) -> Table:
     """Return how many pages were evicted for each request, by the request that had filed them."""
+    require_events(events)
     pages: Counter[tuple[str, str]] = Counter()
     names: dict[Any, str] = {}
     filed_by: dict[int, Any] = {}
@@ -157,7 +153,7 @@ def eviction_table(events: Events) -> Table:
 
 def cures_panel(rows: Sequence[PressureRow]) -> Panel:
     """Return the figure of ``cures`` as a panel."""
-    _need(rows)
+    require_rows(rows, PressureRow)
     shown = rows[:MAX_BARS]
     bars = tuple(bar for i, row in enumerate(shown) for bar in _cure_bars(i, row))
     stalled = sum(row.is_stalled for row in rows)
@@ -186,7 +182,7 @@ def _cure_bars(index: int, row: PressureRow) -> list[Rect]:
 
 def policies_panel(rows: Sequence[PressureRow]) -> Panel:
     """Return the figure of ``policies`` as a panel, the policy that served most first."""
-    _need(rows)
+    require_rows(rows, PressureRow)
     ranked = sorted(rows, key=lambda row: (-row.cached_tokens, row.name))[:MAX_BARS]
     bars = tuple(
         Rect(0, row.cached_tokens, i - _HALF, i + _HALF, SERVED, _policy_text(row), f"{row.name}: {_policy_text(row)}")
@@ -219,7 +215,7 @@ def _policies_title(best: PressureRow, worst: PressureRow) -> str:
 
 def stall_curve_panel(rows: Sequence[PressureRow]) -> Panel:
     """Return the figure of ``stall_curve`` as a panel."""
-    _need(rows)
+    require_rows(rows, PressureRow)
     sides = [(on, sorted((r for r in rows if r.prefix_cache == on), key=lambda r: r.pool_pages)) for on in (True, False)]
     marks = [mark for on, side in sides if side for mark in _curve(on, side)]
     parts = [f"cache {_word(on)}: {sum(r.is_stalled for r in side)} of {count(len(side), 'pool')} stall" for on, side in sides]
@@ -262,6 +258,7 @@ def _curve_title(sides: dict[bool, Sequence[PressureRow]]) -> str:
 
 def pressure_table(rows: Sequence[PressureRow]) -> Table:
     """Return what became of the workload, one row a setting."""
+    require_rows(rows, PressureRow, least=0)
     columns = ("setting", "cache", "pages", "completed", "steps", "stalled in step", "cached tokens", "evicted", "preemptions")
     return Table(columns, [_pressure_values(row) for row in rows], "Under pressure")
 

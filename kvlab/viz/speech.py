@@ -8,7 +8,9 @@ from typing import Any
 
 from kvlab.errors import InputError
 from kvlab.lab.results import DriftRow, SharedPrompt, Table
+from kvlab.options import whole
 from kvlab.viz.display import as_figure
+from kvlab.viz.given import require_rows
 from kvlab.viz.marks import Axis, Label, Panel, Rect, Rects, count, cut, linear_axis, named_axis
 from kvlab.viz.theme import CACHED, COMPUTED, EVICTED, PALE, SERVED, Style
 
@@ -36,6 +38,9 @@ def token_grid_panel(first: Frames, second: Frames, names: tuple[str, str] = ("c
     Args:
         columns: frames drawn: the first one that differs, and those around it; the first ones where none does.
     """
+    whole("columns", columns, 1)
+    for name, frames in zip(names, (first, second), strict=True):
+        _check_frames(name, frames)
     pairs = list(zip_longest(first, second))
     if not pairs:
         raise InputError("no frames to draw; give utterances of at least one frame")
@@ -52,6 +57,15 @@ def token_grid_panel(first: Frames, second: Frames, names: tuple[str, str] = ("c
         plot_height_px=7 * 26 + 10,
         table=_grid_table(pairs, differing),
     )
+
+
+def _check_frames(name: str, frames: Any) -> None:
+    try:
+        fits = all(len(frame) == len(SLOTS) for frame in frames)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise InputError(f"the frames of {name} are no list of {len(SLOTS)} codes each; give those of an utterance")
 
 
 def _code_cells(index: int, a: Sequence[int] | None, b: Sequence[int] | None) -> list[Rect]:
@@ -93,8 +107,7 @@ def speech_drift(rows: Sequence[DriftRow], title: str = "") -> Any:
 
 def speech_drift_panel(rows: Sequence[DriftRow], title: str = "") -> Panel:
     """Return the figure of ``speech_drift`` as a panel; ``title`` is the finding, where it is not how many are equal."""
-    if not rows:
-        raise InputError("no rows to draw; give at least one DriftRow")
+    require_rows(rows, DriftRow)
     longest = max(row.num_frames for row in rows)
     bars = tuple(rect for i, row in enumerate(rows) for rect in _drift_bars(i, row))
     labels = tuple(Label(longest * 1.03, i, drift_words(row)) for i, row in enumerate(rows))
@@ -138,6 +151,7 @@ def _drift_title(rows: Sequence[DriftRow]) -> str:
 
 def speech_drift_table(rows: Sequence[DriftRow]) -> Table:
     """Return tokens first, then log-probabilities, then samples, each sample column with its noise floor beside it."""
+    require_rows(rows, DriftRow, least=0)
     columns = (
         "pair", "prompt tokens", "cached tokens", "frames", "first frame that differs", "log-probability drift",
         "sample drift, most", "noise, most", "sample drift, rms", "noise, rms",
@@ -160,8 +174,7 @@ def sharing_map(rows: Sequence[SharedPrompt]) -> Any:
 
 def sharing_map_panel(rows: Sequence[SharedPrompt]) -> Panel:
     """Return the figure of ``sharing_map`` as a panel: rows in the order they were asked, left to right and then down."""
-    if not rows:
-        raise InputError("no prompts to draw; give at least one SharedPrompt")
+    require_rows(rows, SharedPrompt)
     voices, texts = list(dict.fromkeys(row.voice for row in rows)), list(dict.fromkeys(row.text for row in rows))
     cells = tuple(rect for row in rows for rect in _prompt_cell(texts.index(row.text), voices.index(row.voice), row))
     sizes = ", ".join(map(str, sorted({row.page_size for row in rows})))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvlab.lab.results import printable
+from kvlab.viz.given import require_panel
 from kvlab.viz.marks import Axis, Bitmap, Heat, Label, Line, Mark, Panel, Points, Rect, Rects, cut
 from kvlab.viz.theme import DARK_OUTLINE, FONT, GRID, HEAT, INK, NO_FILL, PAPER, SOFT_INK, Style
 
@@ -57,6 +58,7 @@ def wrap(text: str, width: int, most: int = 3) -> list[str]:
 
 def as_svg(panel: Panel) -> str:
     """Return ``panel`` as one SVG element."""
+    require_panel(panel, Panel)
     title_lines, subtitle_lines = wrap(panel.title, TITLE_WIDTH), wrap(panel.subtitle, SUBTITLE_WIDTH)
     legend, legend_rows = _legend(panel, 34 + 20 * len(title_lines) + 16 * len(subtitle_lines))
     top = 26 + 20 * len(title_lines) + 16 * len(subtitle_lines) + 22 * legend_rows

@@ -113,6 +113,8 @@ def test_salts_are_pinned_apart() -> None:
         ({}, SYSTEM, "taken", "'taken' is pinned already \\(1 pages\\)"),
         ({}, [*SYSTEM, 1, 2, 3, 4], "more", "3 of the prompt's 4 whole pages are cached"),
         ({}, [1, 2, 3], "short", "0 of the prompt's 0 whole pages are cached"),
+        ({}, SYSTEM, 3, "name of a pin is 3; give a str"),
+        ({}, SYSTEM, "", "at least one character"),
         ({"max_pinned_pages": 3}, SYSTEM, "wide", "would make 4 pinned pages and at most 3 may be"),
     ],
 )
@@ -140,8 +142,9 @@ def test_unpinning_an_unknown_name_names_those_there_are() -> None:
         driver.kv.pins.unpin("x")
     driver.serve(1, SYSTEM)
     driver.kv.pins.pin("system", prompt(SYSTEM))
-    with pytest.raises(InputError, match="pinned are: system"):
-        driver.kv.pins.unpin("x")
+    for name in ("x", 3, ["system"], ""):
+        with pytest.raises(InputError, match="pinned are: system"):
+            driver.kv.pins.unpin(name)
 
 
 def test_without_an_index_there_is_nothing_to_pin() -> None:

@@ -490,5 +490,5 @@ def test_pages_have_the_shape_of_the_network_and_the_dtype_asked_for() -> None:
 
 def test_max_seq_len_may_shorten_the_context_only() -> None:
     assert (model().max_seq_len, model(max_seq_len=64).max_seq_len) == (256, 64)
-    with pytest.raises(InputError, match="max_seq_len 257"):
+    with pytest.raises(InputError, match="max_seq_len is 257"):
         model(max_seq_len=257)
