@@ -14,7 +14,7 @@ import torch
 
 from kvlab.errors import InputError
 from kvlab.events import PageIndexed, StepRan
-from kvlab.lab.picture_results import NoiseRow, PixelRow, SweepRow
+from kvlab.lab.picture_results import NoiseRow, PixelDrift, PixelRow, SweepRow
 from kvlab.lab.pixels import compare_pictures
 from kvlab.progress import progress
 from kvlab.spec import Prompt, draw
@@ -281,6 +281,12 @@ def wrong_walk(make_engine: MakeEngine, picture: Any, text: str, *, seed: int = 
     return WrongWalk(uncached, right, wrong)
 
 
+def wrong_walk_drifts(found: WrongWalk) -> tuple[PixelDrift, PixelDrift]:
+    """Return how far the pictures after the edit are from the uncached one: on right keys, and on wrong ones."""
+    right, wrong = (compare_pictures(found.uncached, result, result.name) for result in (found.right, found.wrong))
+    return right, wrong
+
+
 __all__ = [
     "Triplet",
     "WrongWalk",
@@ -295,4 +301,5 @@ __all__ = [
     "put_noise",
     "sweep_totals",
     "wrong_walk",
+    "wrong_walk_drifts",
 ]
