@@ -105,7 +105,7 @@ def wrong_walk(model: str | Path = MODEL, *, prompt: str = EDIT, seed: int = 0) 
     right, wrong = wrong_walk_drifts(found)
     totals = {"cached_tokens_right": found.right.cached_tokens, "cached_tokens_wrong": found.wrong.cached_tokens}
     finding = (
-        f"on keys that know their walk {found.right.cached_tokens} tokens are found and {right.verdict}; on keys that ignore it "
-        f"{found.wrong.cached_tokens} are found and {wrong.verdict}"
+        f"on keys that know their walk {found.right.cached_tokens} tokens are found, {right.verdict}; on keys that ignore it "
+        f"{found.wrong.cached_tokens} are found, {wrong.verdict}"
     )
     return Outcome("wrong-walk", finding, drift_table([right, wrong]), totals)
