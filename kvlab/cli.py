@@ -5,8 +5,10 @@ Exit codes: 0 done, 1 kvlab says no (one line on stderr), 2 the command line is 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,11 +52,23 @@ def main(args: Sequence[str] | None = None) -> int:
     except KvlabError as error:
         print(f"kvlab: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        print(f"kvlab: what it has to say cannot be written ({error.strerror}); make room", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
+
+
+def _drop_output() -> None:
+    """Let what is still in the buffer of stdout go nowhere, or Python fails once more on its way out."""
+    if sys.__stdout__ is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
 
 
 def _show_version(asked: bool) -> None:

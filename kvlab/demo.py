@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import InputError
+from kvlab.options import whole
 from kvlab.shipped import prompt as shipped_prompt
 from kvlab.spec import Prompt, PromptProcessor, chat
 
@@ -74,8 +75,9 @@ def run(
     begin = perf_counter()
     console = console or Console(stderr=as_json)
     path = _report_path(DEFAULT_REPORT if out is None else out)
-    if max_tokens is not None and max_tokens < 1:
-        raise InputError(f"max_tokens is {max_tokens}; an answer has at least 1 token")
+    for name, value, least in (("num_pages", num_pages, 2), ("page_size", page_size, 1), ("max_tokens", max_tokens, 1)):
+        if value is not None:
+            whole(name, value, least)  # before the minutes that weights may take
     checkpoint, speaks = _open(model, console)
     if speaks:
         from kvlab import demo_speech
@@ -83,7 +85,7 @@ def run(
         pool = {"num_pages": num_pages, "page_size": page_size, "max_tokens": max_tokens}
         return demo_speech.run(checkpoint, **pool, out=out, as_json=as_json, console=console)
     size = PAGE_SIZE if page_size is None else page_size
-    pages = POOL_TOKENS // max(size, 1) + 1 if num_pages is None else num_pages
+    pages = POOL_TOKENS // size + 1 if num_pages is None else num_pages
     loaded = _load(checkpoint, console)
     outcome, events = _play(loaded, pages, size, MAX_TOKENS if max_tokens is None else max_tokens, console)
     _write_report(path, outcome, events)

@@ -41,15 +41,20 @@ def copy(folder: Path) -> list[Path]:
     """Copy all notebooks into ``folder`` (made if absent) and return their new paths.
 
     Raises:
-        InputError: a file there is not the same notebook; nothing is copied.
+        InputError: it cannot be such a folder, or a file there is not the same notebook; nothing is copied.
     """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; give a folder, which is made where it is absent")
     sources = sorted(shipped.notebooks_dir().glob("*.ipynb"))
     targets = [folder / source.name for source in sources]
     for source, target in zip(sources, targets, strict=True):
         if target.exists() and target.read_bytes() != source.read_bytes():
             raise InputError(f"{target} exists and was changed; give another folder, or move it away")
-    folder.mkdir(parents=True, exist_ok=True)
-    return [Path(shutil.copyfile(source, target)) for source, target in zip(sources, targets, strict=True)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [Path(shutil.copyfile(source, target)) for source, target in zip(sources, targets, strict=True)]
+    except OSError as error:
+        raise InputError(f"the notebooks cannot be copied to {folder} ({error.strerror}); give another folder") from error
 
 
 def build(names: Sequence[str] | None = None, *, root: Path | None = None) -> list[Path]:

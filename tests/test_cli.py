@@ -146,6 +146,29 @@ def test_a_missing_installation_is_told_in_one_line(
     assert capsys.readouterr().err == "kvlab: kvlab's own notebooks are missing\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("line", [["doctor"], ["doctor", "--json"], ["notebooks"]])
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(line: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run([sys.executable, "-m", "kvlab", *line], stdout=full, stderr=subprocess.PIPE, encoding="utf-8")
+    assert run.returncode == 1
+    assert run.stderr == "kvlab: what it has to say cannot be written (No space left on device); make room\n"
+
+
+def test_other_errors_of_the_system_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, "kvlab.models.registry:fetch", raising(PermissionError(13, "Permission denied")))
+    with pytest.raises(PermissionError):
+        cli.main(["fetch", "smollm2-135m"])
+
+
+def test_notebooks_copied_onto_a_file_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    for target in (tmp_path / "notes.txt", tmp_path / "notes.txt" / "below"):
+        assert cli.main(["notebooks", "--copy", str(target)]) == 1
+        assert capsys.readouterr().err.startswith("kvlab: ")
+    assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
+
+
 def test_python_m_kvlab_is_the_same_command() -> None:
     run = subprocess.run([sys.executable, "-m", "kvlab", "bench", "speed"], capture_output=True, text=True, encoding="utf-8")
     assert run.returncode == 2

@@ -218,6 +218,22 @@ def test_a_setting_that_cannot_be_is_refused(model: Path, tmp_path: Path, wrong:
     assert not (tmp_path / "r.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"page_size": 0}, "page_size is 0; it must be a whole number of at least 1"),
+        ({"num_pages": 1}, "num_pages is 1; it must be a whole number of at least 2"),
+        ({"num_pages": True}, "num_pages is True"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5"),
+    ],
+)
+def test_a_setting_that_no_model_could_take_is_refused_before_a_model_is_looked_for(
+    tmp_path: Path, wrong: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        demo.run(model="no-such-model", out=tmp_path / "r.html", console=Console(file=io.StringIO()), **wrong)
+
+
 def test_a_pool_that_holds_no_two_questions_at_once_still_ends_in_a_report(model: Path, tmp_path: Path) -> None:
     printed = io.StringIO()
     result = demo.run(

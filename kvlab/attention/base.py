@@ -1,7 +1,8 @@
 """AttentionBackend: how a model reads and writes pages, whatever computes the attention.
 
 A step goes: ``begin(tables)`` once, then in each layer ``write(layer, k, v)`` and ``attend(layer, q)``. Tokens of all rows are
-packed in row order, so row r owns the tokens after those of the rows before it.
+packed in row order, so row r owns the tokens after those of the rows before it. In a step that does not commit, ``write`` keeps
+K and V only until the next layer writes, and a token sees its row's pages and then the row's own tokens.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class AttentionBackend(Resource, ABC):
         self.num_heads = num_heads
         self.scale = store.layout.head_dim**-0.5 if scale is None else scale
         self._slots: Tensor | None = None
+        self._commits = True
+        self._num_tokens = 0
+        self._own: tuple[int, Tensor, Tensor] | None = None  # (layer, k, v) of a step that does not commit
 
     def root_fields(self) -> Mapping[str, Any]:
         return {"backend": self.name, "scale": self.scale}
@@ -54,32 +58,39 @@ class AttentionBackend(Resource, ABC):
         Changes:
             What ``write`` and ``attend`` address, until the next call.
         """
-        self._slots = None
+        self._slots = self._own = None
         for row in tables.rows:
-            _check_row(row, tables.page_size, self.store)
-        slots = [slot for row in tables.rows for slot in new_slots(row, tables.page_size)]
+            _check_row(row, tables, self.store)
+        self._commits = tables.commit
+        self._num_tokens = sum(row.to_compute for row in tables.rows)
+        written = tables.rows if tables.commit else ()
+        slots = [slot for row in written for slot in new_slots(row, tables.page_size)]
         self._plan(tables)
-        self._slots = torch.tensor(slots, dtype=torch.int64, device=self.store.device)  # [tokens]
+        self._slots = torch.tensor(slots, dtype=torch.int64, device=self.store.device)  # [written]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store K and V of the step's tokens in the slots the tables gave them.
+        """Store K and V of the step's tokens in the slots the tables gave them, or keep them for ``attend`` alone.
 
         Shapes:
             k, v: [tokens, kv_heads, head_dim]; K already rotated.
 
         Changes:
-            The pages of ``layer``.
+            The pages of ``layer``, in a step that commits.
         """
         slots = self._begun()
-        if k.shape[0] != slots.shape[0]:
-            raise IntegrityError(f"layer {layer} writes {len(k)} tokens in a step of {len(slots)}")
-        self.store.write(layer, slots, k, v)
+        if k.shape[0] != self._num_tokens:
+            raise IntegrityError(f"layer {layer} writes {len(k)} tokens in a step of {self._num_tokens}")
+        if self._commits:
+            self.store.write(layer, slots, k, v)
+        else:
+            self._own = (layer, k, v)
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attend from each token over its row's pages; K and V of this step are written before.
 
-        Under ``tables.causal`` a token sees the slots up to its own, else every slot of its row.
+        Under ``tables.causal`` a token sees the slots up to its own, else every slot of its row; in a step that does not commit
+        the row's own tokens count as slots after its pages.
 
         Shapes:
             q and result: [tokens, num_heads, head_dim].
@@ -94,6 +105,12 @@ class AttentionBackend(Resource, ABC):
             raise IntegrityError("attention was used before begin(tables); begin takes the page tables once a step")
         return self._slots
 
+    def _own_kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return K and V that a step without commit has for ``layer``, [tokens, kv_heads, head_dim] each."""
+        if self._own is None or self._own[0] != layer:
+            raise IntegrityError(f"layer {layer} attends in a step that keeps nothing, before write was given its own K and V")
+        return self._own[1:]
+
 
 def new_slots(row: StepRow, page_size: int) -> list[int]:
     """Return the slots of the tokens a row computes, in order.
@@ -105,13 +122,14 @@ def new_slots(row: StepRow, page_size: int) -> list[int]:
     return [pages[i // page_size] * page_size + i % page_size for i in range(row.length - row.to_compute, row.length)]
 
 
-def _check_row(row: StepRow, page_size: int, store: KVStore) -> None:
+def _check_row(row: StepRow, tables: StepTables, store: KVStore) -> None:
+    page_size = tables.page_size
     where = f"row of request {row.rid!r}, label {row.label!r}"
     if page_size != store.layout.page_size:
         raise IntegrityError(f"{where}: tables are cut at {page_size} slots a page and the store at {store.layout.page_size}")
-    if not 0 < row.to_compute <= row.length:
+    if row.to_compute < 1 or row.length < (row.to_compute if tables.commit else 0):
         raise IntegrityError(f"{where}: computes {row.to_compute} of {row.length} slots")
     if len(row.pages) != -(-row.length // page_size):
         raise IntegrityError(f"{where}: lists {len(row.pages)} pages of {page_size} slots for {row.length} slots")
-    if min(row.pages) < 0 or max(row.pages) >= store.num_pages:
+    if row.pages and (min(row.pages) < 0 or max(row.pages) >= store.num_pages):
         raise IntegrityError(f"{where}: pages {min(row.pages)}..{max(row.pages)} reach outside a pool of {store.num_pages}")

@@ -82,11 +82,14 @@ class FlashInferAttention(AttentionBackend):
         for dtype in (store.dtype, self._compute_dtype):
             if dtype not in KERNEL_DTYPES:
                 raise InputError(f"FlashInfer's kernels read float16 and bfloat16, not {dtype}; use the torch backend")
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=store.device)
+        # Both kernels of a step that keeps nothing are planned before either runs, so they share no workspace.
+        workspace, own_workspace = torch.zeros(2, WORKSPACE_BYTES, dtype=torch.uint8, device=store.device)
         self._prefill = library.BatchPrefillWithPagedKVCacheWrapper(workspace, store.layout.layout)
         self._decode = library.BatchDecodeWithPagedKVCacheWrapper(workspace, store.layout.layout)
         self._captured_rows = captured_rows
         self._captured = None if captured_rows is None else self._captured_wrapper(library, workspace, captured_rows)
+        self._ragged = library.BatchPrefillWithRaggedKVCacheWrapper(own_workspace, store.layout.layout)
+        self._merge = library.merge_state
         self._wrapper: Any = None
 
     def _captured_wrapper(self, library: Any, workspace: Tensor, num_rows: int) -> Any:
@@ -104,7 +107,11 @@ class FlashInferAttention(AttentionBackend):
 
     def _plan(self, tables: StepTables) -> None:
         packed = pack_tables(tables)
-        if all(row.to_compute == 1 for row in tables.rows):
+        if not tables.commit:
+            self._wrapper = self._prefill
+            self._wrapper.plan(**self._prefill_arguments(packed, causal=False))  # all in the pages is before every own token
+            self._ragged.plan(**self._own_arguments(packed, tables.causal))
+        elif all(row.to_compute == 1 for row in tables.rows):
             self._wrapper = self._captured if len(tables.rows) == self._captured_rows else self._decode
             self._wrapper.plan(**self._decode_arguments(packed))
         else:
@@ -131,6 +138,13 @@ class FlashInferAttention(AttentionBackend):
             **self._shared_arguments(),
         }
 
+    def _own_arguments(self, packed: PackedTables, causal: bool) -> dict[str, Any]:
+        shared = self._shared_arguments() | {"kv_data_type": self._compute_dtype}
+        del shared["page_size"]
+        starts = _int32(packed.token_starts)
+        head_dim = self.store.layout.head_dim
+        return {"qo_indptr": starts, "kv_indptr": starts, "head_dim_qk": head_dim, "causal": causal, **shared}
+
     def _shared_arguments(self) -> dict[str, Any]:
         return {
             "num_qo_heads": self.num_heads,
@@ -143,8 +157,16 @@ class FlashInferAttention(AttentionBackend):
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         self._begun()
-        out: Tensor = self._wrapper.run(q.contiguous(), (self.store.keys(layer), self.store.values(layer)))
-        return out  # [tokens, num_heads, head_dim]
+        q, pages = q.contiguous(), (self.store.keys(layer), self.store.values(layer))
+        if self._commits:
+            out: Tensor = self._wrapper.run(q, pages)
+            return out  # [tokens, num_heads, head_dim]
+        own = (x.contiguous() for x in self._own_kv(layer))
+        # Each part comes with the logarithm of the sum of its weights; a row without pages has none there.
+        merged: Tensor = self._merge(
+            *self._wrapper.run(q, pages, return_lse=True), *self._ragged.run(q, *own, return_lse=True)
+        )[0]
+        return merged
 
 
 def _flashinfer() -> Any:

@@ -22,7 +22,8 @@ CHUNK_TOKENS = 64
 class _Rows:
     """What is attended in one call: one row, or rows of one token each that are equally long.
 
-    ``tokens`` of the packed queries are theirs; ``pages`` are those of the first row, then of the next, and so on.
+    ``tokens`` of the packed queries are theirs; ``pages`` are those of the first row, then of the next, and so on; ``length``
+    slots of each are read from them.
     """
 
     tokens: slice | Tensor
@@ -45,16 +46,16 @@ class TorchPagedAttention(AttentionBackend):
     def _plan(self, tables: StepTables) -> None:
         self._spans = []
         singles: dict[int, list[tuple[int, StepRow]]] = {}
-        start = 0
+        start = longest = 0
         for row in tables.rows:
-            if row.to_compute == 1:  # it sees everything it has
+            if row.to_compute == 1 and tables.commit:  # it sees everything it has
                 singles.setdefault(row.length, []).append((start, row))
             else:
                 tokens = slice(start, start + row.to_compute)
                 self._spans.append(_Rows(tokens, self.store.selector(row.pages), 1, row.length))
+                longest = max(longest, row.length if tables.commit else row.length + row.to_compute)
             start += row.to_compute
         self._singles = [self._together(length, rows) for length, rows in singles.items()]
-        longest = max((rows.length for rows in self._spans), default=0)
         self._mask = self._lower_right_mask(longest) if tables.causal and longest else None
 
     def _together(self, length: int, rows: list[tuple[int, StepRow]]) -> _Rows:
@@ -88,12 +89,12 @@ class TorchPagedAttention(AttentionBackend):
         return scaled_dot_product_attention(grouped, k, v, scale=self.scale).reshape(q.shape)
 
     def _attend_span(self, row: _Rows, layer: int, q: Tensor, out: Tensor) -> None:
-        k, v = self._read(row, layer, q.dtype)  # [1, kv_heads, length, head_dim]
+        k, v = self._seen(row, layer, q.dtype)  # [1, kv_heads, seen, head_dim]
         queries = q.transpose(0, 1)[None]  # [1, num_heads, tokens, head_dim]
         if self._mask is None:
             out.copy_(self._scored(queries, k, v, None))
             return
-        prefix = row.length - q.shape[0]
+        prefix = k.shape[2] - q.shape[0]
         for start in range(0, q.shape[0], CHUNK_TOKENS):
             chunk = queries[:, :, start : start + CHUNK_TOKENS]
             tokens = chunk.shape[2]
@@ -104,6 +105,15 @@ class TorchPagedAttention(AttentionBackend):
     def _scored(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
         return out[0].transpose(0, 1)  # [tokens, num_heads, head_dim]
+
+    def _seen(self, row: _Rows, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return K and V that the last token of a row sees: its pages and, where the step keeps nothing, then its own."""
+        if self._commits:
+            return self._read(row, layer, dtype)
+        own = (x[row.tokens].to(dtype) for x in self._own_kv(layer))  # 2 x [tokens, kv_heads, head_dim]
+        stored = self.store.read(layer, row.pages, row.length).to(dtype)  # [2, length, kv_heads, head_dim]
+        k, v = (torch.cat(parts).transpose(0, 1)[None] for parts in zip(stored, own, strict=True))
+        return k, v
 
     def _read(self, rows: _Rows, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return K and V of ``rows``, [rows, kv_heads, length, head_dim] each."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import LoadError
+from kvlab.models.fields import list_field
 from kvlab.models.places import sha256_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,7 +49,7 @@ def require_runnable(config: dict[str, Any], whose: str) -> None:
     Raises:
         LoadError: it asks for something else.
     """
-    named = config.get("architectures") or [f"of type {config.get('model_type')!r}"]
+    named = list_field(config, "architectures") or [f"of type {config.get('model_type')!r}"]
     if named[0] not in ARCHITECTURES:
         raise LoadError(f"{whose} is a model {named[0]}; kvlab runs {' and '.join(ARCHITECTURES)} as text models")
     if config.get("quantization_config"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvlab.errors import FetchError, LoadError
 from kvlab.models.folders import is_complete, read_json, require_runnable, weight_files
-from kvlab.models.places import Say, cache_folder, sha256_file, size_text, whole_file, without_secrets
+from kvlab.models.places import Say, cache_folder, require_writable, sha256_file, size_text, whole_file, without_secrets
 
 WANTED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 UNWANTED = ["*/*"]  # other formats live in sub-folders
@@ -135,12 +135,13 @@ def fetch_hub(source: HubSource, say: Say) -> Path:
 
     Raises:
         FetchError: the hub refused or did not answer.
-        LoadError: the repository holds no model that kvlab runs.
+        LoadError: the repository holds no model that kvlab runs, or the caches cannot be written.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
 
     chosen: dict[str, Any] = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED, "endpoint": server()}
     wanted = _wanted_revision(source)
+    _require_places(source)
     say(f"looking up {source.repo} on the Hugging Face hub ...")
     try:
         files = snapshot_download(source.repo, revision=wanted, **chosen, dry_run=True, tqdm_class=_silent_bar())
@@ -160,6 +161,12 @@ def fetch_hub(source: HubSource, say: Say) -> Path:
     return Path(folder)
 
 
+def _require_places(source: HubSource) -> None:
+    """Check both folders that a fetch writes to: that of the hub's client, and that of the record."""
+    require_writable(hub_cache_folder(source).parent, "HF_HOME")
+    require_writable(record_path(source).parent)
+
+
 def fetch_files(source: HubSource, files: Sequence[str], say: Say) -> Path:
     """Download some files of a name's revision into the hub's cache; returns the snapshot's folder.
 
@@ -168,6 +175,7 @@ def fetch_files(source: HubSource, files: Sequence[str], say: Say) -> Path:
     """
     from huggingface_hub import hf_hub_download
 
+    _require_places(source)
     say(f"fetching {' and '.join(files)} of {source.repo} from the Hugging Face hub ...")
     try:
         first, *others = files

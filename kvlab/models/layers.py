@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _is_fast(x):
+        if torch.is_grad_enabled() or not _is_fast(x):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # One pass over x where the general kernel makes several copies of it: a tenth of the time on a prompt.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., 1]

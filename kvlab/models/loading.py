@@ -18,7 +18,7 @@ from kvlab.models.places import Say, announce, sha256_file
 from kvlab.models.prompting import TextProcessor, load_tokenizer
 from kvlab.models.text import TextModel
 from kvlab.models.textlm import TextConfig, TextLM
-from kvlab.options import whole
+from kvlab.options import is_whole, whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 MAPPED_BYTES = 64 << 20  # a weight file is mapped anew after this much, or all of it would count as resident while it is read
@@ -119,6 +119,7 @@ def load_text_model(
     torch_dtype(dtype)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, say=say)
     check_memory({"weights": checkpoint.weights_bytes(dtype)}, place)
+    named_ends(checkpoint.folder)  # before transformers reads the same fields and blames the tokenizer
     net = load_network(checkpoint, torch_dtype(dtype), place)
     tokenizer = load_tokenizer(checkpoint.folder)
     ends = stop_ids(checkpoint.folder, tokenizer)
@@ -244,11 +245,23 @@ def _opened(file: Path) -> Any:
         raise LoadError(f"{file} ({size:,} bytes) is not a whole safetensors file: {e}; get it again") from e
 
 
-def stop_ids(folder: Path, tokenizer: Any) -> list[int]:
-    """Return every id that a folder's generation config, config or tokenizer calls an end."""
+def named_ends(folder: Path) -> set[int]:
+    """Return every id that a folder's generation config or config calls an end.
+
+    Raises:
+        LoadError: one of them is no id.
+    """
     found: set[int] = set()
     for file in ("generation_config.json", "config.json"):
         value = read_json(folder / file).get("eos_token_id") if (folder / file).is_file() else None
-        found.update([value] if isinstance(value, int) else value or [])
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(is_whole(one) and one >= 0 for one in ids):
+            raise LoadError(f"{folder / file}: field eos_token_id is {value!r}; a token id, or a list of them, is needed")
+        found.update(ids)
+    return found
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> list[int]:
+    """Return every id that a folder's generation config, config or tokenizer calls an end."""
     end = getattr(tokenizer, "eos_token_id", None)
-    return sorted(found | ({end} if end is not None else set()))
+    return sorted(named_ends(folder) | ({end} if end is not None else set()))

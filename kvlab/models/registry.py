@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeAlias
 
@@ -108,8 +109,9 @@ def _fetch(name: str, say: Say) -> Path:
     source = source_of(name)
     if source is None:
         raise InputError(
-            f"no model is called {name!r}; known names are {', '.join(KNOWN)}, 'org/name' of the Hugging Face hub, folders of "
-            f"KVLAB_MODELS, and paths of a checkpoint folder or a GGUF file (none of this name in {_listed(name, source)})"
+            f"no model is called {name!r}{_nearest(name)}; known names are {', '.join(KNOWN)}, 'org/name' of the Hugging Face "
+            "hub, folders of KVLAB_MODELS, and paths of a checkpoint folder or a GGUF file (none of this name in "
+            f"{_listed(name, source)})"
         )
     if isinstance(source, ShippedSource):
         raise FetchError(f"{name!r} is {source.how} and is not there (looked at {_listed(name, source)}); install kvlab again")
@@ -123,6 +125,14 @@ def _fetch(name: str, say: Say) -> Path:
     _check(name, path)
     say(f"{name} is at {path}")
     return path
+
+
+def _nearest(name: str) -> str:
+    """Ask whether a known name was meant that is written much alike."""
+    here = [path.stem if path.suffix == ".gguf" else path.name for folder in model_folders() for path in folder.glob("*")]
+    by_small = {known.lower(): known for known in (*here, *KNOWN) if not known.startswith(".")}
+    near = get_close_matches(name.lower(), by_small, 1)
+    return f"; did you mean {by_small[near[0]]!r}?" if near else ""
 
 
 def _check(name: str, path: Path) -> None:

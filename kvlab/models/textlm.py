@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from kvlab.attention.base import AttentionBackend
 from kvlab.errors import IntegrityError, LoadError
+from kvlab.models.fields import count_field, list_field, mapping_field, number_field, switch_field
 from kvlab.models.layers import GatedMLP, Linear, PagedSelfAttention, RMSNorm, Rope, RopeScaling, RotaryEmbedding
+from kvlab.options import is_whole
 from kvlab.spec import RowInputs
 
 FAMILIES = ("llama", "qwen2")
@@ -42,7 +44,7 @@ class TextConfig:
             "max_seq_len",
         ):  # fmt: skip
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise LoadError(f"config field {name} is {value!r}; a positive whole number is needed")
         if self.num_heads % self.num_kv_heads:
             raise LoadError(f"{self.num_heads} attention heads do not share {self.num_kv_heads} KV heads evenly")
@@ -60,42 +62,38 @@ class TextConfig:
         if family not in FAMILIES:
             raise LoadError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
         _refuse_unsupported(config, family)
-        num_heads, hidden_size = _field(config, "num_attention_heads"), _field(config, "hidden_size")
+        num_heads, hidden_size = count_field(config, "num_attention_heads"), count_field(config, "hidden_size")
         rope = _rope_fields(config)
         return cls(
-            vocab_size=_field(config, "vocab_size"),
+            vocab_size=count_field(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_field(config, "intermediate_size"),
-            num_layers=_field(config, "num_hidden_layers"),
+            intermediate_size=count_field(config, "intermediate_size"),
+            num_layers=count_field(config, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=_field(config, "num_key_value_heads", num_heads),
-            head_dim=_field(config, "head_dim", hidden_size // num_heads),
-            max_seq_len=_field(config, "max_position_embeddings"),
-            rms_norm_eps=_field(config, "rms_norm_eps", 1e-6),
-            rope_theta=_field(rope, "rope_theta", 10000.0),
+            num_kv_heads=count_field(config, "num_key_value_heads", num_heads),
+            head_dim=count_field(config, "head_dim", hidden_size // num_heads),
+            max_seq_len=count_field(config, "max_position_embeddings"),
+            rms_norm_eps=number_field(config, "rms_norm_eps", 1e-6),
+            rope_theta=number_field(rope, "rope_theta", 10000.0),
             rope_scaling=_rope_scaling(rope),
             qkv_bias=family == "qwen2",
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=switch_field(config, "tie_word_embeddings", False),
         )
 
 
-def _field(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    value = config.get(name)
-    if value is None and default is None:
-        raise LoadError(f"the config has no field {name}; the checkpoint folder is incomplete or of another kind")
-    return default if value is None else value
-
-
 def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
-    layers = config.get("num_hidden_layers") or 0
-    slides = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
+    layers = count_field(config, "num_hidden_layers")
+    slides = switch_field(config, "use_sliding_window", False) and config.get("sliding_window") is not None
+    unslid = config.get("max_window_layers") or 0
+    if not is_whole(unslid):
+        raise LoadError(f"config field max_window_layers is {unslid!r}; a whole number is needed")
     refused = {
         "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
         # Llama's flag puts a bias on the output projection too, and Qwen2 always has its q, k and v biases.
-        "attention_bias": bool(config.get("attention_bias", family == "qwen2")) != (family == "qwen2"),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "sliding_window": slides and (config.get("max_window_layers") or 0) < layers,
-        "layer_types": any(kind != "full_attention" for kind in config.get("layer_types") or ()),
+        "attention_bias": switch_field(config, "attention_bias", family == "qwen2") != (family == "qwen2"),
+        "mlp_bias": switch_field(config, "mlp_bias", False),
+        "sliding_window": slides and unslid < layers,
+        "layer_types": any(kind != "full_attention" for kind in list_field(config, "layer_types")),
         "partial_rotary_factor": config.get("partial_rotary_factor") not in (None, 1, 1.0),
         "quantization_config": bool(config.get("quantization_config")),
     }
@@ -109,7 +107,7 @@ def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rope fields in one mapping, wherever the config's version keeps them."""
     if config.get("rope_scaling") and config.get("rope_parameters"):
         raise LoadError("config has both rope_scaling and rope_parameters, and they may disagree; keep one of them")
-    fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    fields = mapping_field(config, "rope_scaling") | mapping_field(config, "rope_parameters")
     if fields.get("rope_theta") is None:
         fields["rope_theta"] = config.get("rope_theta")
     return fields
@@ -122,10 +120,10 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind != "llama3":
         raise LoadError(f"config field rope_type is {kind!r}; this network does 'default' and 'llama3'")
     return RopeScaling(
-        factor=_field(rope, "factor"),
-        low_freq_factor=_field(rope, "low_freq_factor"),
-        high_freq_factor=_field(rope, "high_freq_factor"),
-        original_max_positions=_field(rope, "original_max_position_embeddings"),
+        factor=number_field(rope, "factor"),
+        low_freq_factor=number_field(rope, "low_freq_factor"),
+        high_freq_factor=number_field(rope, "high_freq_factor"),
+        original_max_positions=count_field(rope, "original_max_position_embeddings"),
     )
 
 

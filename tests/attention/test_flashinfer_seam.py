@@ -74,6 +74,27 @@ def test_plan_arguments_bind_to_the_installed_signature(wrapper: str, arguments:
 
 
 @needs_flashinfer
+def test_what_a_step_that_keeps_nothing_calls_binds_to_the_installed_signatures() -> None:
+    import flashinfer
+
+    backend = FlashInferAttention.__new__(FlashInferAttention)
+    super(FlashInferAttention, backend).__init__(KVStore(LAYOUT, 64), num_heads=4)
+    backend._compute_dtype = torch.bfloat16
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+    bound = inspect.signature(ragged.plan).bind(None, **backend._own_arguments(pack_tables(sharers(2)), False))
+    assert bound.arguments["kv_indptr"].tolist() == [0, 1, 2]
+    assert {"q", "k", "v", "return_lse"} <= set(inspect.signature(ragged.run).parameters)
+    assert list(inspect.signature(flashinfer.merge_state).parameters)[:4] == ["v_a", "s_a", "v_b", "s_b"]
+
+
+def test_a_row_that_reads_no_page_is_packed_as_an_empty_one() -> None:
+    rows = (StepRow(1, "cfg_text", [], 0, 6), StepRow(1, "main", [4, 2], 17, 6))
+    packed = pack_tables(StepTables(16, rows, causal=False, commit=False))
+    assert (packed.token_starts, packed.page_starts) == ([0, 6, 12], [0, 0, 2])
+    assert (packed.page_ids, packed.last_page_lengths) == ([4, 2], [0, 1])
+
+
+@needs_flashinfer
 def test_wrapper_constructors_take_the_captured_buffers_by_these_names() -> None:
     import flashinfer
 
@@ -92,6 +113,7 @@ def test_wrapper_constructors_take_the_captured_buffers_by_these_names() -> None
         (sharers(32), True),
         (StepTables(16, (StepRow(1, "main", [5, 2, 9], 40, 40), StepRow(2, "main", [7, 4], 20, 3))), True),
         (StepTables(16, (StepRow(1, "main", [5, 2, 9], 40, 30),)), False),
+        (StepTables(16, (StepRow(1, "main", [5, 2, 9], 40, 30), StepRow(1, "cfg_text", [], 0, 30)), commit=False), False),
     ],
 )
 def test_flashinfer_equals_the_reference_backend(tables: StepTables, causal: bool, captured_rows: int | None) -> None:

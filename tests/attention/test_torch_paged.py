@@ -58,6 +58,17 @@ class Paged:
         self.attention.write(layer, k, v)
         return list(self.attention.attend(layer, q).split(list(spans.values())))
 
+    def peek(self, spans: dict[int, int], causal: bool = False, layer: int = 1) -> list[Tensor]:
+        """Run the next tokens of some rows and keep nothing."""
+        rows = [
+            StepRow(rid, "main", self.pages[rid][: -(-self.done[rid] // PAGE)], self.done[rid], n) for rid, n in spans.items()
+        ]
+        parts = [[x[self.done[rid] : self.done[rid] + n] for x in self.streams[rid]] for rid, n in spans.items()]
+        q, k, v = (torch.cat(x) for x in zip(*parts, strict=True))
+        self.attention.begin(StepTables(PAGE, tuple(rows), causal=causal, commit=False))
+        self.attention.write(layer, k, v)
+        return list(self.attention.attend(layer, q).split(list(spans.values())))
+
     def expected(self, rid: int, start: int, stop: int, causal: bool = True) -> Tensor:
         q, k, v = (x.double() for x in self.streams[rid])
         out = torch.empty(stop - start, HEADS, HEAD_DIM, dtype=torch.float64)
@@ -100,6 +111,54 @@ def test_a_block_that_is_not_causal_sees_the_prefix_and_all_of_itself() -> None:
     paged.add(1, 90)
     paged.step({1: 10})
     assert_near(paged.step({1: 80}, causal=False)[0], paged.expected(1, 10, 90, causal=False), "float32")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_that_are_not_kept_see_the_pages_and_their_own_row(causal: bool) -> None:
+    paged = Paged()
+    for rid, tokens in ((1, 90), (2, 14), (3, 9)):
+        paged.add(rid, tokens)
+    paged.step({1: 10, 3: 8})  # row 2 reads no page at all
+    outs = paged.peek({1: 80, 2: 14, 3: 1}, causal=causal)
+    for out, (rid, start, stop) in zip(outs, ((1, 10, 90), (2, 0, 14), (3, 8, 9)), strict=True):
+        assert_near(out, paged.expected(rid, start, stop, causal=causal), "float32")
+
+
+def test_tokens_that_are_not_kept_change_no_page_and_next_layers_need_their_own() -> None:
+    paged = Paged()
+    paged.add(1, 20)
+    paged.step({1: 9})
+    before = paged.store.pages.clone()
+    first, again = paged.peek({1: 11})[0], paged.peek({1: 11})[0]
+    assert torch.equal(paged.store.pages, before)
+    assert torch.equal(first, again)
+    with pytest.raises(IntegrityError, match="layer 0 attends in a step that keeps nothing, before write"):
+        paged.attention.attend(0, paged.streams[1][0][9:])
+
+
+def test_a_block_is_the_same_kept_or_not() -> None:
+    paged = Paged()
+    paged.add(1, 40)
+    paged.step({1: 10})
+    seen = paged.peek({1: 30})[0]
+    assert_near(seen, paged.step({1: 30}, causal=False)[0].double(), "float32")
+
+
+def test_rows_that_keep_nothing_give_the_same_bits_alone_and_together() -> None:
+    paged = Paged()
+    for rid in (1, 2):
+        paged.add(rid, 30)
+    paged.step({1: 13, 2: 5})
+    together = paged.peek({1: 7, 2: 20})
+    assert torch.equal(together[0], paged.peek({1: 7})[0])
+    assert torch.equal(together[1], paged.peek({2: 20})[0])
+
+
+@pytest.mark.parametrize(("length", "to_compute"), [(-1, 2), (3, 0)])
+def test_a_row_that_keeps_nothing_reads_none_or_more_and_computes_some(length: int, to_compute: int) -> None:
+    row = StepRow("r", "main", [1] if length > 0 else [], length, to_compute)
+    with pytest.raises(IntegrityError, match=f"computes {to_compute} of {length} slots"):
+        Paged().attention.begin(StepTables(PAGE, (row,), commit=False))
 
 
 @pytest.mark.parametrize("spans", [{1: 70, 2: 9, 3: 1}, {1: 1, 2: 1, 3: 1}, {1: 1, 2: 70, 3: 1}])

