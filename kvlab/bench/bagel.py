@@ -26,7 +26,7 @@ from kvlab.events import StepRan
 from kvlab.models.bagel.attending import ContiguousAttention, ContiguousRow
 from kvlab.models.bagel.flow import euler_step, guide, timesteps
 from kvlab.models.bagel.network import BagelNet, gen_mask
-from kvlab.models.bagel.plan import Plan, plan_of
+from kvlab.models.bagel.plan import Plan
 from kvlab.models.loading import load_model
 from kvlab.spec import ask, draw
 
@@ -109,7 +109,7 @@ def _served_picture(engine: Engine, num_timesteps: int) -> Row:
 def _denoising(engine: Engine, model: Any, rounds: int, num_timesteps: int) -> Row:
     """Denoise steps a second from pages, through the engine, against the network on contiguous K and V."""
     prompt = draw(PROMPT, num_timesteps=num_timesteps)
-    plan = plan_of(model.processor.process_prompt(prompt, {"seed": SEED}).metadata)
+    plan: Plan = model.processor.process_prompt(prompt, {"seed": SEED}).metadata["plan"]
     contiguous = ContiguousDrawing(model.net, plan)
 
     def paged() -> float:
