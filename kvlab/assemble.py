@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import InputError
-from kvlab.options import plain, require_switch, whole
+from kvlab.options import plain, require_switch, require_text, whole
 from kvlab.recorder import check_log_path
 from kvlab.spec import check_salt
 
@@ -290,9 +290,8 @@ def _checks_invariants(check_invariants: bool | None) -> bool:
 
 
 def _check_types(pool: Mapping[str, Any]) -> None:
-    for name, kind in (("prefix_cache", bool), ("prefix_cache_salt", str)):
-        if not isinstance(pool[name], kind):
-            raise InputError(f"{name} is {pool[name]!r}; it must be a {kind.__name__}")
+    require_switch("prefix_cache", pool["prefix_cache"])
+    require_text("prefix_cache_salt", pool["prefix_cache_salt"])
     check_salt("prefix_cache_salt", pool["prefix_cache_salt"])
 
 

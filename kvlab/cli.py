@@ -293,10 +293,14 @@ def _print_json(value: Any) -> None:
 
 
 def _print_rows(result: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("row", "unit", "ours", "reference", "ratio", "target", "ok")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)  # a row of bench index fills 80 columns
+    table.add_column("row", no_wrap=True, overflow="fold")
+    for column in ("unit", "ours", "reference", "ratio", "target", "ok"):
+        table.add_column(column, justify="left" if column in ("unit", "ok") else "right", overflow="fold")
     for row in result["rows"]:
         numbers = (_number(row[column]) for column in ("ours", "reference", "ratio", "target"))
         table.add_row(row["name"], row["unit"], *numbers, {True: "yes", False: "no", None: "-"}[row["ok"]])

@@ -58,6 +58,12 @@ def whole(name: str, value: Any, least: int, why: str = "") -> int:
     return int(value)
 
 
+def require_text(name: str, value: Any) -> None:
+    """Raise InputError for what is no str."""
+    if not isinstance(value, str):
+        raise InputError(f"{name} is {value!r}; it must be text (a str)")
+
+
 def require_switch(name: str, value: Any, *, or_none: bool = False) -> None:
     """Check that ``value`` is True or False, or None where that says "as usual".
 

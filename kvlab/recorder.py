@@ -112,6 +112,8 @@ class Recorder:
         Raises:
             InputError: the event is not in memory any more, or was never recorded.
         """
+        if until_seq is not None and not is_whole(until_seq):
+            raise InputError(f"until_seq is {until_seq!r}; give the number of an event, or None for the last one")
         end = self._num_folded + len(self._entries) if until_seq is None else until_seq + 1
         if not self._num_folded <= end <= self._num_folded + len(self._entries):
             last = self._num_folded + len(self._entries) - 1
@@ -144,6 +146,7 @@ class Recorder:
         Raises:
             InputError: no such log, another schema, an unknown event, a broken or missing line; the message names the line.
         """
+        _require_path(path)
         recorder = cls(clock=lambda: 0.0, max_events=None)
         try:
             with open(path, "rb") as f:
@@ -201,11 +204,15 @@ def check_log_path(path: Any) -> None:
     Raises:
         InputError: no path, or its folder does not exist.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise InputError(f"the event log is {path!r}; give the path of a file")
+    _require_path(path)
     folder = Path(path).parent
     if not folder.is_dir():
         raise InputError(f"the event log cannot be written to {path}: there is no folder {folder}; make it first")
+
+
+def _require_path(path: Any) -> None:
+    if not isinstance(path, str | os.PathLike):  # a number would be taken for an open file
+        raise InputError(f"the event log is {path!r}; give the path of a file")
 
 
 def _open_log(path: str | Path) -> TextIO:

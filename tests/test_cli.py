@@ -116,6 +116,26 @@ def test_bench_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert ["slow", "us", "0.2", "-", "-", "0.15", "no"] in rows
 
 
+def test_no_name_of_a_row_is_cut_on_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    large = {
+        "unit": "bytes/page",
+        "ours": 33_123_456,
+        "reference": 33_123_456,
+        "ratio": 1.234,
+        "target": 33_554_432,
+        "ok": False,
+    }
+    names = ["replay_pool_0.25x", "lookup_us_per_page", "codec_s_per_s_vs_one_go"]
+    answer(monkeypatch, "kvlab.bench.index:run", lambda: {"rows": [large | {"name": name} for name in names]})
+    assert cli.main(["bench", "index"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == names
+    assert max(map(len, lines)) <= 80
+
+
 def test_notebooks_are_listed_and_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

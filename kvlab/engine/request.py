@@ -12,7 +12,7 @@ from typing import Any
 
 from kvlab.engine.sampler import SamplingParams
 from kvlab.errors import InputError
-from kvlab.options import is_number, plain, whole
+from kvlab.options import is_number, plain, require_switch, require_text, whole
 from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention, RetentionPolicy, check_salt
 
 
@@ -64,6 +64,16 @@ class RequestOptions:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     @property
+    def deadlines(self) -> str:
+        """The deadlines that were asked for, in words.
+
+        >>> RequestOptions(deadline_s=2.5, deadline_steps=9).deadlines
+        'deadline_s is 2.5, deadline_steps is 9'
+        """
+        asked = {"deadline_s": self.deadline_s, "deadline_steps": self.deadline_steps}
+        return ", ".join(f"{name} is {value}" for name, value in asked.items() if value is not None)
+
+    @property
     def window_policy(self) -> RetentionPolicy | None:
         """The window as the cache takes it."""
         return None if self.window is None else RetentionPolicy(*self.window)
@@ -76,9 +86,10 @@ class RequestOptions:
             raise InputError(f"deadline_s is {self.deadline_s!r}; give a number of seconds above 0, or None")
         if self.window is not None:
             _check_window(self.window)
-        for name, kind in (("ignore_eos", bool), ("prefix_cache", bool), ("salt", str), ("name", str)):
-            if not isinstance(getattr(self, name), kind):
-                raise InputError(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
+        for name in ("ignore_eos", "prefix_cache"):
+            require_switch(name, getattr(self, name))
+        for name in ("salt", "name"):
+            require_text(name, getattr(self, name))
         check_salt("salt", self.salt)
         if not isinstance(self.fields, Mapping):
             raise InputError(f"fields is {self.fields!r}; give a mapping of the model's own inputs")
@@ -187,7 +198,7 @@ class MissTable(Sequence[Miss]):
         return hash(self._rows)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{m.label}[{m.start}:{m.stop}] {m.cause}" for m in self._rows[:4])
+        shown = ", ".join(f"{m.label}[{m.start}:{m.stop}] {_cause_words(m)}" for m in self._rows[:4])
         more = f", and {len(self._rows) - 4} more" if len(self._rows) > 4 else ""
         return f"MissTable({shown}{more})"
 
@@ -204,6 +215,12 @@ class MissTable(Sequence[Miss]):
         return [
             {"label": m.label, "start": m.start, "stop": m.stop, "cause": m.cause, "evidence": m.evidence} for m in self._rows
         ]
+
+
+def _cause_words(miss: Miss) -> str:
+    """The cause, and of an eviction that made no room (a reset) also why."""
+    says_more = miss.cause == "evicted" and not miss.evidence.startswith("evicted")
+    return f"{miss.cause}, {miss.evidence}" if says_more and miss.evidence else miss.cause
 
 
 def _cell(text: str, tag: str = "td") -> str:

@@ -128,7 +128,7 @@ class TextProcessor:
     # -- chat ----------------------------------------------------------------------------------------------------------
 
     def _chat(self, chat: Chat) -> PromptRecord:
-        _check_chat(chat)
+        check_chat(chat)
         text = self._render(chat.messages)
         plain = self._encode(text)
         if not chat.kept_messages:
@@ -167,7 +167,8 @@ class TextProcessor:
         return text
 
 
-def _check_chat(chat: Chat) -> None:
+def check_chat(chat: Chat) -> None:
+    """Raise InputError for a chat that is no list of (role, content), ends with no user turn, or keeps what cannot be."""
     for i, message in enumerate(chat.messages):
         if not (isinstance(message, tuple | list) and len(message) == 2 and all(isinstance(part, str) for part in message)):
             raise InputError(f"message {i} of the chat is {message!r}; each is a pair (role, content) of str")

@@ -102,7 +102,13 @@ def obtain(name: str, *, say: Say = announce) -> Path:
         FetchError: it is not here and could not be had; the message lists every place looked at.
         LoadError: the bytes are not those that the name means.
     """
+    _require_name(name)
     return find(name) or _fetch(name, say)
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str) or not name.strip() or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise InputError(f"the name of a model is {name!r}; give one such as {next(iter(KNOWN))!r} or 'org/name'")
 
 
 def _fetch(name: str, say: Say) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 from kvlab.attention.base import AttentionBackend
 from kvlab.attention.store import KVStore
 from kvlab.errors import InputError, IntegrityError
+from kvlab.models.prompting import check_chat
 from kvlab.models.text import TextSchedule
+from kvlab.options import is_whole
 from kvlab.spec import Chat, Continued, KVLayout, PromptProcessor, PromptRecord, RowInputs, StepTables
 
 
@@ -47,15 +49,19 @@ class ToyProcessor:
         if isinstance(prompt, Continued):
             return [*prompt.kept_ids, *self._ids(prompt.text)]
         if isinstance(prompt, Chat):
+            check_chat(prompt)
             new = (text for _, text in prompt.messages[prompt.kept_messages :])
             return [*prompt.kept_ids, *(i for text in new for i in self._ids(text))]
-        return [self._id(position, x) for position, x in enumerate(prompt.split() if isinstance(prompt, str) else prompt)]
+        given = prompt.split() if isinstance(prompt, str) else prompt
+        if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
+            raise InputError(f"a prompt is text, a sequence of ids, a Chat or a Continued; got {type(prompt).__name__}")
+        return [self._id(position, one) for position, one in enumerate(given)]
 
     def _id(self, position: int, given: Any) -> int:
         value = int(given) if isinstance(given, str) and given.isdecimal() else given
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self.vocab_size:
+        if not is_whole(value) or not 0 <= value < self.vocab_size:
             raise InputError(f"{given!r} at position {position} is no id of a vocabulary of {self.vocab_size}")
-        return value
+        return int(value)
 
 
 class TracerAttention(AttentionBackend):

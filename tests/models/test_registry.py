@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_checkpoints import write_gguf
@@ -202,6 +203,13 @@ def test_a_name_nobody_knows_lists_the_known_ones_and_the_other_ways() -> None:
 def test_a_name_written_much_alike_is_asked_for(typed: str, own_cache: Path) -> None:
     with pytest.raises(InputError, match="did you mean 'smollm2-135m'?"):
         registry.fetch(typed, say=lambda line: None)
+
+
+@pytest.mark.parametrize("name", [3, None, [], "", " ", "..", "../weights"])
+def test_what_is_no_name_is_refused_before_any_folder_is_looked_into(name: Any, own_cache: Path) -> None:
+    (own_cache / "weights").mkdir(parents=True)
+    with pytest.raises(InputError, match="name of a model is"):
+        registry.fetch(name, say=lambda line: None)
 
 
 def test_a_folder_of_ones_own_is_asked_for_too(own_cache: Path) -> None:

@@ -157,6 +157,10 @@ def test_every_kind_of_prompt_becomes_ids(prompt: object, ids: list[int]) -> Non
         ([True], "True at position 0"),
         ([1.0], "1.0 at position 0"),
         ("1 x", "'x' at position 1"),
+        (None, "got NoneType"),
+        (b"1", "got bytes"),
+        ({1: 2}, "got dict"),
+        (Chat(({"role": "user", "content": "1"},)), "message 0"),  # type: ignore[arg-type]
         ("", "empty"),
         ([], "empty"),
     ],

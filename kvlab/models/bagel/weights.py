@@ -61,7 +61,7 @@ def part_files(folder: Path, part: str) -> tuple[Path, ...]:
         what = "the network's weights" if part == NETWORK else "the autoencoder's weights, without which no picture is drawn"
         raise LoadError(f"{folder} has neither {whole.name} nor {index.name}, {what}; get the rest of the checkpoint")
     entries = read_json(index).get("weight_map")
-    if not isinstance(entries, dict) or not entries:
+    if not isinstance(entries, dict) or not entries or not all(isinstance(name, str) for name in entries.values()):
         raise LoadError(f"{index} has no weight_map of tensor names to files; get it again")
     shards = [folder / name for name in sorted(set(entries.values()))]
     for shard in shards:
