@@ -151,7 +151,7 @@ class NoiseRow:
 class SweepRow:
     """One seed of a sweep with ``reuse`` of guided prefill or without; slots are those of all labels together.
 
-    ``prefill_ms`` is spent before the first denoise step, ``total_ms`` on the whole request.
+    ``prefill_ms`` runs from submission to the end of the last prefill step, ``total_ms`` to the end of the request.
     """
 
     seed: int

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvlab.errors import InputError
-from kvlab.events import PageIndexed, StepRan
+from kvlab.events import PageIndexed, RequestSubmitted, StepRan
 from kvlab.lab.picture_results import NoiseRow, PixelDrift, PixelRow, SweepRow
 from kvlab.lab.pixels import compare_pictures
 from kvlab.progress import progress
@@ -220,11 +220,14 @@ def guided_sweep(make_engine: MakeEngine, prompt: Prompt, seeds: Iterable[int] =
 
 
 def _sweep_row(engine: Engine, result: GenerationResult, seed: int, reuse: bool) -> SweepRow:
-    steps = [e.event for e in engine.events if isinstance(e.event, StepRan) and e.event.spans[0][0] == result.rid]
-    computed = sum(tokens for step in steps if step.walk != DENOISE for _, _, tokens in step.spans)
-    first = next(step for step in steps if step.walk == DENOISE)
-    prefill_ms = (result.first_pass_ms or 0.0) - first.duration_ms
-    return SweepRow(seed, reuse, computed + cached_slots(result), computed, prefill_ms, result.total_ms)
+    begin_ms = next(e.at_ms for e in engine.events if isinstance(e.event, RequestSubmitted) and e.event.rid == result.rid)
+    computed, prefilled_ms = 0, begin_ms
+    for entry in engine.events:
+        step = entry.event
+        if isinstance(step, StepRan) and step.walk != DENOISE and step.spans[0][0] == result.rid:
+            computed += sum(tokens for _, _, tokens in step.spans)
+            prefilled_ms = entry.at_ms
+    return SweepRow(seed, reuse, computed + cached_slots(result), computed, prefilled_ms - begin_ms, result.total_ms)
 
 
 def sweep_totals(rows: Sequence[SweepRow]) -> dict[str, Any]:
