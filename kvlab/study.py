@@ -17,7 +17,7 @@ from kvlab.options import whole
 
 MODEL = "bagel-tiny"
 PROMPT = "a red circle left of a blue square on a white background"
-EDIT = "make the circle green"
+SHOWN = "a yellow triangle on a black background"  # the picture of an image-first edit
 PAGE_SIZE = 4  # a prompt of the small model is some 20 tokens
 NUM_PAGES = 512
 
@@ -90,7 +90,7 @@ def pixel_noise(model: str | Path = MODEL, *, prompt: str = PROMPT, seed: int = 
     return Outcome("pixel-noise", noise_curve_panel(rows).title, noise_table(rows), totals)
 
 
-def wrong_walk(model: str | Path = MODEL, *, prompt: str = EDIT, seed: int = 0) -> Outcome:
+def wrong_walk(model: str | Path = MODEL, *, prompt: str = PROMPT, seed: int = 0) -> Outcome:
     """Draw a text after an image-first edit with it, on keys that know their walk and on keys that ignore it.
 
     Args:
@@ -102,7 +102,7 @@ def wrong_walk(model: str | Path = MODEL, *, prompt: str = EDIT, seed: int = 0) 
 
     with _drawing_engines(model) as make_engine:
         with make_engine() as engine:
-            picture = engine.generate(draw(PROMPT), seed=seed).image
+            picture = engine.generate(draw(SHOWN), seed=seed).image
         found = wrong_walk(make_engine, picture, prompt, seed=seed)
     right, wrong = wrong_walk_drifts(found)
     totals = {"cached_tokens_right": found.right.cached_tokens, "cached_tokens_wrong": found.wrong.cached_tokens}

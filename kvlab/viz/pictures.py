@@ -199,7 +199,7 @@ def drift_table(drifts: Sequence[PixelDrift], thresholds: Sequence[int] = (0, 1,
     """Return equality first, then the largest difference, then shares of pixels over thresholds."""
     require_rows(drifts, PixelDrift)
     shares = sorted(set(thresholds))
-    columns = ("pair", "pixels", "equal", "largest of 255", *(f"share over {t}" for t in shares), "PSNR, dB")
+    columns = ("pair", "pixels", "equal", "largest of 255", *(f"over {t}" for t in shares), "PSNR, dB")
     body = [
         (d.name, d.num_pixels, d.equal_pixels, d.max_abs, *(f"{d.share_over(t):.2%}" for t in shares), d.psnr_db)
         for d in drifts

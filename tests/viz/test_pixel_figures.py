@@ -63,7 +63,7 @@ def test_the_threshold_is_marked_and_its_shares_are_the_title():
     panel = pixel_shares_panel([NEAR, FAR, EQUAL], threshold=32)
     assert panel.title == "Pixels over 32 of 255: none (float32), 60.00% (wrong walk), none (same)"
     assert panel.marks[0].xs == (32, 32)
-    assert panel.table.to_dicts()[1]["share over 64"] == "10.00%"
+    assert panel.table.to_dicts()[1]["over 64"] == "10.00%"
 
 
 # -- noise -------------------------------------------------------------------------------------------------------------
