@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab import __version__, shipped
+from kvlab.errors import install_command
 
 #: What each extra is for, in the order they are shown.
 EXTRAS = {
@@ -87,7 +88,7 @@ def extras() -> dict[str, dict[str, Any]]:
     found = {}
     for extra, purpose in EXTRAS.items():
         missing = [name for name in by_extra[extra] if installed_version(name) is None]
-        found[extra] = {"for": purpose, "missing": missing, "install": f'pip install "kvlab[{extra}]"' if missing else None}
+        found[extra] = {"for": purpose, "missing": missing, "install": install_command(extra) if missing else None}
     return found
 
 
@@ -129,7 +130,7 @@ def backends() -> dict[str, dict[str, Any]]:
     if not torch.cuda.is_available():
         lacks.append("no CUDA device is visible to torch")
     if importlib.util.find_spec("flashinfer") is None:
-        lacks.append('flashinfer is not installed; run: pip install "kvlab[cuda]"')
+        lacks.append(f"flashinfer is not installed; run: {install_command('cuda')}")
     return {
         "torch": {"usable": True, "why_not": None},
         "flashinfer": {"usable": not lacks, "why_not": "; ".join(lacks) or None},

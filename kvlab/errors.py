@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 class KvlabError(Exception):
     """Base of everything kvlab raises on purpose."""
@@ -35,10 +37,20 @@ class DeadlineError(KvlabError, TimeoutError):
     """A request passed its own deadline and was ended."""
 
 
+def install_command(extra: str) -> str:
+    """Return the command that adds an extra to the kvlab that runs, in the Python that runs it."""
+    from kvlab.shipped import checkout_dir  # it raises what stands above
+
+    folder = checkout_dir()
+    what = f'"kvlab[{extra}]"' if folder is None else f'-e "{folder}[{extra}]"'
+    python = f'"{sys.executable}"' if " " in sys.executable else sys.executable
+    return f"{python} -m pip install {what}"
+
+
 def missing_extra(library: str, extra: str, why: str) -> MissingExtraError:
     """Return the error to raise when an optional library is absent.
 
-    >>> print(missing_extra("plotly", "lab", "to draw figures"))
-    plotly is needed to draw figures and is not installed; run: pip install "kvlab[lab]"
+    >>> str(missing_extra("plotly", "lab", "to draw figures")).partition("; run: ")[0]
+    'plotly is needed to draw figures and is not installed'
     """
-    return MissingExtraError(f'{library} is needed {why} and is not installed; run: pip install "kvlab[{extra}]"')
+    return MissingExtraError(f"{library} is needed {why} and is not installed; run: {install_command(extra)}")

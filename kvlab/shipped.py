@@ -34,9 +34,15 @@ def notebooks_dir() -> Path:
     return _find("_notebooks", "notebooks")
 
 
+def checkout_dir() -> Path | None:
+    """Return the folder of the checkout that kvlab runs from, None for an installed wheel."""
+    is_one = not (_PACKAGE / "_notebooks").is_dir() and (_PACKAGE.parent / "pyproject.toml").is_file()
+    return _PACKAGE.parent if is_one else None
+
+
 def is_checkout() -> bool:
     """True when kvlab runs from a checkout, where notebooks have sources and can be built."""
-    return not (_PACKAGE / "_notebooks").is_dir() and (_PACKAGE.parent / "pyproject.toml").is_file()
+    return checkout_dir() is not None
 
 
 def prompt_names() -> list[str]:

@@ -10,6 +10,7 @@ import torch
 
 import kvlab
 from kvlab import cli, doctor
+from kvlab.errors import install_command
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def test_an_absent_library_names_its_extra_and_the_command(monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "installed_version", lambda name: None if name == "plotly" else real(name))
     lab = doctor.extras()["lab"]
     assert "plotly" in lab["missing"]
-    assert lab["install"] == 'pip install "kvlab[lab]"'
-    assert 'plotly; run: pip install "kvlab[lab]"' in doctor.render(doctor.examine()).replace("missing ", "")
+    assert lab["install"] == install_command("lab")
+    assert f"plotly; run: {install_command('lab')}" in doctor.render(doctor.examine()).replace("missing ", "")
 
 
 def test_weights_are_looked_for_and_never_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,10 @@ class TextProcessor:
         """
         values = ids.tolist() if hasattr(ids, "tolist") else ids
         if isinstance(values, bytes | str | Mapping) or not isinstance(values, Sequence):
-            raise InputError(f"a {what} is a str, a sequence of token ids, a Chat or a Continued; got {type(ids).__name__}")
+            talk = "; a conversation is kvlab.Chat([(role, content), ...])" if isinstance(values, Mapping) else ""
+            raise InputError(
+                f"a {what} is a str, a sequence of token ids, a Chat or a Continued; got {type(ids).__name__}{talk}"
+            )
         if not values:
             raise InputError(f"the {what} is empty; give at least one token")
         if all(type(value) is int for value in values) and min(values) >= 0 and max(values) < self.vocab_size:

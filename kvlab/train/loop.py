@@ -6,9 +6,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,30 +42,8 @@ class Task(Protocol):
         """Take back what ``state`` returned."""
 
 
-def train(task: Task, path: Path, *, num_steps: int, seed: int = 0, save_every_s: float = SAVE_EVERY_S) -> dict[str, float]:
-    """Train up to ``num_steps``, from where ``path`` left off if it is there; returns the means of the last terms.
-
-    A run killed and started again takes the same steps as one that was not.
-
-    Changes:
-        The task, and ``path``, which holds the state of the last step at the end.
-    """
-    step = resume(task, path)
-    means: dict[str, float] = {}
-    saved_s = reported_s = time.monotonic()
-    while step < num_steps:
-        torch.manual_seed(seed * 1_000_003 + step)
-        _set_lr(task, step, num_steps)
-        terms = _step(task, step)
-        step += 1
-        means = {name: 0.9 * means.get(name, value) + 0.1 * value for name, value in terms.items()}
-        if step % REPORT_EVERY_STEPS == 0:
-            reported_s = _report(task, step, num_steps, means, reported_s)
-        if time.monotonic() - saved_s > save_every_s:
-            save(task, path, step)
-            saved_s = time.monotonic()
-    save(task, path, step)
-    return means
+#: (step_index, num_steps) -> the share of the peak learning rate.
+Schedule: TypeAlias = Callable[[int, int], float]
 
 
 def cosine(step_index: int, num_steps: int) -> float:
@@ -78,9 +56,43 @@ def cosine(step_index: int, num_steps: int) -> float:
     return rise * 0.5 * (1 + math.cos(math.pi * step_index / num_steps))
 
 
-def _set_lr(task: Task, step: int, num_steps: int) -> None:
+def train(
+    task: Task,
+    path: Path,
+    *,
+    num_steps: int,
+    schedule: Schedule = cosine,
+    seed: int = 0,
+    save_every_s: float = SAVE_EVERY_S,
+) -> dict[str, float]:
+    """Train up to ``num_steps``, from where ``path`` left off if it is there; returns the means of the last terms.
+
+    A run killed and started again takes the same steps as one that was not.
+
+    Changes:
+        The task, and ``path``, which holds the state of the last step at the end.
+    """
+    step = resume(task, path)
+    means: dict[str, float] = {}
+    saved_s = reported_s = time.monotonic()
+    while step < num_steps:
+        torch.manual_seed(seed * 1_000_003 + step)
+        _set_lr(task, schedule(step, num_steps))
+        terms = _step(task, step)
+        step += 1
+        means = {name: 0.9 * means.get(name, value) + 0.1 * value for name, value in terms.items()}
+        if step % REPORT_EVERY_STEPS == 0:
+            reported_s = _report(task, step, num_steps, means, reported_s)
+        if time.monotonic() - saved_s > save_every_s:
+            save(task, path, step)
+            saved_s = time.monotonic()
+    save(task, path, step)
+    return means
+
+
+def _set_lr(task: Task, share: float) -> None:
     for group in task.optimizer.param_groups:
-        group["lr"] = task.peak_lr * cosine(step, num_steps)
+        group["lr"] = task.peak_lr * share
 
 
 def _step(task: Task, step: int) -> dict[str, float]:

@@ -9,12 +9,15 @@ from typing import Any
 from kvlab.lab.results import Table
 from kvlab.spec import RequestId
 from kvlab.viz.display import as_figure
-from kvlab.viz.marks import Axis, Label, Line, Panel, Rect, Rects, count, page_axis
+from kvlab.viz.marks import Axis, Label, Line, Panel, Rect, Rects, count, cut, page_axis
 from kvlab.viz.moments import Events, Moment, moment
 from kvlab.viz.theme import SOFT_INK, STATES
 
 MAX_LEAVES = 32
 _ROW = 1.0
+_MARGIN_PX, _CHARACTER_PX = 48, 7  # beside the plot; a character of a label
+_ROOMS = (0.08, 0.16)  # shares of the axis beyond the last token
+_LEAST_CHARACTERS = 6  # of a label that had to be cut
 
 
 @dataclass
@@ -108,12 +111,17 @@ def tree_of(now: Moment) -> Panel:
     rows = max((run.row for run in shown), default=0) + 1
     page_size = max(now.pool.page_size, 1)
     boxes = tuple(_box(now, run, page_size) for run in shown)
+    tokens, names = _axis_and_names(shown, page_size)
     return Panel(
         title=_title(now, tops),
         subtitle=_subtitle(now, tops, num_hidden),
-        x=page_axis("tokens from the start of the prompt", [run.stop * page_size for run in shown], page_size, room=0.08),
+        x=tokens,
         y=Axis("", -0.6, rows - 0.4, grid=False, flipped=True),
-        marks=(Line(*_connectors(shown, page_size), SOFT_INK, width_px=1.5), Rects(boxes), *_names(shown, page_size)),
+        marks=(
+            Line(*_connectors(shown, page_size), SOFT_INK, width_px=1.5),
+            Rects(boxes),
+            *names,
+        ),
         legend=tuple(replace(STATES[s], hatch="") for s in ("shared", "cached")),
         plot_height_px=int(max(70, min(rows * 44, 900))),
         table=tree_table(now),
@@ -159,8 +167,48 @@ def _connectors(shown: list[Run], page_size: int) -> tuple[tuple[float | None, .
     return tuple(xs), tuple(ys)
 
 
-def _names(shown: list[Run], page_size: int) -> tuple[Label, ...]:
-    return tuple(Label(run.first * page_size + 0.04 * page_size, run.row + 0.4, run.name) for run in shown)
+def _axis_and_names(shown: list[Run], page_size: int) -> tuple[Axis, tuple[Label, ...]]:
+    """The axis of tokens, with more room at its end where a name would be cut otherwise."""
+    stops, whole = [run.stop * page_size for run in shown], {run.name for run in shown}
+    for room in _ROOMS:
+        axis = page_axis("tokens from the start of the prompt", stops, page_size, room=room)
+        names = _names(shown, page_size, axis.high)
+        if all(name.text in whole or not name.text.endswith("…") for name in names):
+            break
+    return axis, names
+
+
+def _names(shown: list[Run], page_size: int, end_tokens: float) -> tuple[Label, ...]:
+    """One label a box, or one for boxes of a row that are too narrow to stand apart; the table names every box."""
+    rows: dict[float, list[Run]] = {}
+    for run in sorted(shown, key=lambda run: run.first):
+        rows.setdefault(run.row, []).append(run)
+    page_px = (Panel.width_px - _MARGIN_PX) * page_size / end_tokens
+    return tuple(label for runs in rows.values() for label in _row_names(runs, page_size, page_px, end_tokens / page_size))
+
+
+def _row_names(runs: list[Run], page_size: int, page_px: float, end_pages: float) -> Iterator[Label]:
+    groups: list[list[Run]] = []
+    for run in runs:
+        if groups and len(_joined(groups[-1])) > _fitting(groups[-1], run.first, page_px):
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    for group, end in zip(groups, [*(later[0].first for later in groups[1:]), end_pages], strict=True):
+        most = _fitting(group, end, page_px)
+        if len(_joined(group)) <= most or most >= _LEAST_CHARACTERS:
+            yield Label((group[0].first + 0.04) * page_size, group[0].row + 0.4, cut(_joined(group), most))
+
+
+def _fitting(group: list[Run], end_pages: float, page_px: float) -> int:
+    """Characters that fit from the first box of ``group`` to position ``end_pages``."""
+    return int((end_pages - group[0].first) * page_px / _CHARACTER_PX)
+
+
+def _joined(group: list[Run]) -> str:
+    if len(group) == 1:
+        return group[0].name
+    return "pages " + ", ".join(run.name.removeprefix("pages ").removeprefix("page ") for run in group)
 
 
 def _title(now: Moment, tops: list[Run]) -> str:

@@ -151,7 +151,7 @@ def test_ids_in_any_container_are_the_same_prompt(processor: TextProcessor, ids:
         ("", "text is empty"),
         (b"bytes", "got bytes"),
         (None, "got NoneType"),
-        ({"role": "user"}, "got dict"),
+        ({"role": "user"}, "got dict; a conversation is kvlab.Chat"),
         ("ab\ud800", "character 2"),
         (Chat(()), "no message"),
         (Chat((("system", "s"),)), "'system' turn"),

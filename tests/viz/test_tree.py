@@ -7,7 +7,7 @@ import pytest
 from kvlab import events as ev
 from kvlab.recorder import Recorder
 from kvlab.viz import prefix_tree_panel
-from kvlab.viz.marks import Line, Rects
+from kvlab.viz.marks import Label, Line, Rects
 from kvlab.viz.moments import moment
 from kvlab.viz.tree import MAX_LEAVES, runs_of, walk_runs
 from tests.synthetic_log import Clock, Run, prefix, three_sharers
@@ -70,6 +70,37 @@ def test_boxes_stand_at_their_tokens_with_letters() -> None:
     assert [(round(b.x0 / 16), round(b.x1 / 16), b.text) for b in boxes] == [
         (0, 4, "A B C"), (4, 6, "A"), (4, 5, "B"), (4, 7, "C"), (0, 3, "D"),
     ]  # fmt: skip
+
+
+def narrow_boxes(run_pages: list[int], system_pages: int = 56) -> Recorder:
+    """A long common beginning, and after it chains of so many pages, each followed by one page of another user."""
+    run = Run(512)
+    system = prefix("system", system_pages)
+    for rid, pages in enumerate(run_pages, 1):
+        own = prefix(f"own {rid}", pages, system)
+        run.start(rid, own, 1)
+        run.finish(rid)
+        run.start(100 + rid, prefix(f"more {rid}", 1, own), 1)
+    return run.record
+
+
+@pytest.mark.parametrize("run_pages", [[1, 1, 1], [2, 1], [1, 3, 2, 1]])
+def test_labels_of_a_row_do_not_run_into_each_other_or_out_of_the_picture(run_pages: list[int]) -> None:
+    panel = prefix_tree_panel(narrow_boxes(run_pages))
+    token_px = (panel.width_px - 48) / (panel.x.high - panel.x.low)
+    rows: dict[float, list[Label]] = {}
+    for label in panel.marks:
+        if isinstance(label, Label):
+            rows.setdefault(label.y, []).append(label)
+    for labels in rows.values():
+        ends = [label.x * token_px + 6.9 * len(label.text) for label in labels]  # as wide as a browser draws them
+        starts = [label.x * token_px for label in labels[1:]]
+        assert all(end <= start for end, start in zip(ends, [*starts, panel.width_px - 24], strict=True))
+
+
+def test_boxes_too_narrow_for_their_names_share_one_label() -> None:
+    texts = [mark.text for mark in prefix_tree_panel(narrow_boxes([1, 2, 3])).marks if isinstance(mark, Label)]
+    assert texts == ["pages 1-56", "pages 57, 59", "pages 61-62, 64", "pages 66-68, 70"]
 
 
 def test_each_further_branch_is_connected_to_its_parent() -> None:
