@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TEXT = "a red circle left of a blue square on a white background"
 PAGE_SIZE = 4  # a caption is some 20 tokens
-POOL_TOKENS = 4096
+POOL_TOKENS = 512  # few enough to see every page in the report
 SEED = 0
 SMALL_VALUES = 50_000_000  # a model of no more values than these is quicker on one thread
 RUNS = ("cold", "hit", "again")
@@ -62,7 +62,7 @@ def run(
         model: one that draws.
         path: where the report goes.
         num_values: weights of the model.
-        num_pages: pages of the pool; 4096 slots when not given.
+        num_pages: pages of the pool; 512 slots when not given.
         page_size: tokens a page; 4 when not given.
         max_tokens: refused: a picture is no answer in words.
         as_json: print no tables: the caller prints what is returned.

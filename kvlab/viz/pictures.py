@@ -119,8 +119,9 @@ def _scale_words(shown: Sequence[Shown], most: int) -> str:
     maps = [one for one in shown if isinstance(one, DifferenceMap)]
     parts = []
     if maps:
-        what = "second minus first" if maps[0].is_signed else "the larger the brighter"
-        parts.append(f"Difference map: the channel furthest off, {what}, up to {most} of {FULL}")
+        how = "second minus first" if maps[0].is_signed else "the larger the brighter"
+        scale = f"the channel furthest off, {how}, up to {most} of {FULL}" if most else "nothing differs"
+        parts.append(f"Difference map: {scale}")
     larger = max((one.shrunk if isinstance(one, Picture) else one.cell_px for one in shown), default=1)
     if larger > 1:
         parts.append(f"drawn {larger} times smaller; a map shows the largest difference of {larger} x {larger} pixels")
