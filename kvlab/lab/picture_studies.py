@@ -167,14 +167,25 @@ def noise_sensitivity(
     _require_hit(engine, clean)
     rows = []
     for level in progress(levels, "injected noise", unit="picture"):
-        engine.reset_prefix_cache()
-        donor = engine.generate(prompt, **options | {"max_tokens": 0})
-        put_noise(engine, filed_pages(engine, donor.rid), level, seed)
-        noisy = engine.generate(prompt, name=f"noise 2^{level}", **options)
-        _require_hit(engine, noisy)
+        noisy = draw_from_noise(engine, prompt, level, **options)
         rows.append(NoiseRow(level, noisy.cached_tokens, compare_pictures(clean, noisy, noisy.name)))
-    engine.reset_prefix_cache()
     return rows
+
+
+def draw_from_noise(engine: Engine, prompt: Prompt, log2_noise: int, *, seed: int = 0, **options: Any) -> GenerationResult:
+    """Prefill a prompt, inject noise into its pages, and draw from them; the cache is forgotten before and after.
+
+    Raises:
+        InputError: nothing of the prompt was found cached.
+    """
+    options |= {"seed": seed}
+    engine.reset_prefix_cache()
+    donor = engine.generate(prompt, **options | {"max_tokens": 0})
+    put_noise(engine, filed_pages(engine, donor.rid), log2_noise, seed)
+    noisy = engine.generate(prompt, name=f"injected noise 2^{log2_noise}", **options)
+    engine.reset_prefix_cache()
+    _require_hit(engine, noisy)
+    return noisy
 
 
 def filed_pages(engine: Engine, rid: Any) -> list[int]:
@@ -297,6 +308,7 @@ __all__ = [
     "WrongWalk",
     "cached_slots",
     "cold_against_hit",
+    "draw_from_noise",
     "draw_triplet",
     "drift_against_match",
     "filed_pages",
