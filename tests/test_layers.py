@@ -13,7 +13,9 @@ import kvlab
 
 PACKAGE = Path(kvlab.__file__).parent
 
-GROUND = {"errors", "events", "options", "pool_state", "recorder", "spec", "progress", "shipped"}
+GROUND = {
+    "errors", "events", "options", "pool_state", "progress", "recorder", "seams", "shipped", "spec", "step", "streams",
+}  # fmt: skip
 #: room -> what it may import of kvlab beside itself. What is not named here joins everything and may import everything.
 ARROWS: dict[str, set[str]] = {
     **dict.fromkeys(GROUND, GROUND),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvlab import seams, spec, step, streams
 from kvlab.errors import InputError
 from kvlab.spec import Chat, KVLayout, Match, PrefixStream, WalkInputs, drop_leading, last_page_length
 
@@ -37,6 +38,15 @@ def test_a_stream_names_every_walk_that_may_write_it():
 @pytest.mark.parametrize(("inputs", "opaque"), [({}, False), ({"step_info": True}, True), ({"tensors": {"pixels": 1}}, True)])
 def test_what_is_not_ids_is_opaque(inputs, opaque):
     assert WalkInputs({"main": [1]}, **inputs).opaque is opaque
+
+
+def test_the_spec_offers_whatever_its_three_modules_declare():
+    assert [name for name in spec.__all__ if not hasattr(spec, name)] == []
+    for module in (streams, step, seams):
+        own = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+        assert own
+        assert {name: getattr(spec, name, None) for name in own} == own
+        assert own.keys() <= set(spec.__all__)
 
 
 @pytest.mark.parametrize(

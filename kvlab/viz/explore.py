@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kvlab.errors import InputError, missing_extra
+from kvlab.options import is_number, is_whole
 from kvlab.progress import is_static
 from kvlab.viz.display import bundle_of
 from kvlab.viz.marks import cut
@@ -69,7 +70,7 @@ def _choices(name: str, control: Any) -> list[Any]:
     elif (
         isinstance(control, tuple)
         and len(control) in (2, 3)
-        and all(_is_number(v) for v in control)
+        and all(is_number(v) for v in control)
         and control[0] <= control[1]
     ):
         values = [control[0]]
@@ -80,10 +81,6 @@ def _choices(name: str, control: Any) -> list[Any]:
     if not values:
         raise InputError(f"{name}={control!r} has no values to choose from")
     return values
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _defaults(draw: Callable[..., Any], controls: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,12 +128,12 @@ def _widget_of(name: str, control: Any, value: Any) -> Any:
     if isinstance(control, bool):
         return widgets.Checkbox(value=value, **said)
     if isinstance(control, tuple):
-        whole = all(isinstance(v, int) for v in (*control, value))
+        whole = all(is_whole(v) for v in (*control, value))
         step = control[2] if len(control) == 3 else (1 if whole else (control[1] - control[0]) / 100 or 0.01)
         slider = widgets.IntSlider if whole else widgets.FloatSlider
         return slider(value=value, min=control[0], max=control[1], step=step, continuous_update=False, **said)
     options = list(control)
-    if all(_is_number(v) for v in options):
+    if all(is_number(v) for v in options):
         return widgets.SelectionSlider(options=options, value=value, continuous_update=False, **said)
     return widgets.Dropdown(options=options, value=value, **said)
 

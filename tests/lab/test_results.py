@@ -104,7 +104,7 @@ def test_to_pandas_has_the_same_columns_and_values() -> None:
 
 def test_to_pandas_names_the_extra_where_pandas_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingExtraError, match=r"kvlab\[lab\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .*\[lab\]"):
         Table(("a",), [(1,)]).to_pandas()
 
 

@@ -83,6 +83,14 @@ def test_controls_become_widgets_that_wait_for_the_pointer_to_rest() -> None:
     assert view.drawing == (0, 0.0, 16, "lru", True)
 
 
+def test_numpys_numbers_make_the_same_sliders_as_pythons_own() -> None:
+    np = pytest.importorskip("numpy")
+    view = explore(lambda whole, part: (whole, part), whole=(np.int64(1), np.int64(5)), part=(np.float32(0), 1.0))
+    kinds = [type(view.controls[name]).__name__ for name in ("whole", "part")]
+    view.close()
+    assert kinds == ["IntSlider", "FloatSlider"]
+
+
 def test_the_name_of_a_control_is_not_cut_off() -> None:
     view = explore(lambda shared_tokens, policy: 0, shared_tokens=(0, 10), policy=["lru"])
     said = {name: (w.description, w.style.description_width) for name, w in view.controls.items()}
@@ -172,7 +180,7 @@ def test_a_static_build_imports_no_ipywidgets_and_no_plotly() -> None:
 
 def test_without_ipywidgets_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    with pytest.raises(MissingExtraError, match=r"kvlab\[lab\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .*\[lab\]"):
         explore(lambda x: x, x=(0, 5))
 
 
