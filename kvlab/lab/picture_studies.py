@@ -94,6 +94,18 @@ def cold_against_hit(
     return found, pixel_row(engine, found, name or text, num_timesteps, guided)
 
 
+def drift_by_setting(
+    engine: Engine, text: str, schedules: Iterable[int] = (9, 25), *, seed: int = 0, **settings: Any
+) -> list[PixelRow]:
+    """Draw a text cold, after a hit and cold again, with guidance and without, for several numbers of timesteps."""
+    chosen = [(guided, points) for guided in (True, False) for points in schedules]
+    rows = []
+    for guided, points in progress(chosen, "settings", unit="setting"):
+        how = settings | {"num_timesteps": points, "guided": guided, "seed": seed}
+        rows.append(cold_against_hit(engine, text, name=f"{points - 1} steps", **how)[1])
+    return rows
+
+
 def pixel_row(engine: Engine, found: Triplet, name: str, num_timesteps: int, guided: bool) -> PixelRow:
     """Return what a table shows of a triplet."""
     return PixelRow(
@@ -310,6 +322,7 @@ __all__ = [
     "cold_against_hit",
     "draw_from_noise",
     "draw_triplet",
+    "drift_by_setting",
     "drift_against_match",
     "filed_pages",
     "guided_sweep",

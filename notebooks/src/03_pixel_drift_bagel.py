@@ -50,7 +50,8 @@ from kvlab.lab.studies import request_rows
 
 settings = {"device": DEVICE, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "seed": SEED}
 engine = kvlab.load(MODEL, dtype="float32", **settings)
-how = {"num_timesteps": NUM_TIMESTEPS} | ({} if SIZE is None else {"size": SIZE})
+size = {} if SIZE is None else {"size": SIZE}
+how = {"num_timesteps": NUM_TIMESTEPS, **size}
 engine
 
 # %% [markdown]
@@ -93,19 +94,12 @@ side_by_side(cold, hit, f"after a hit: {hit.cached_tokens} of {hit.prompt_tokens
 # bfloat16 keeps three digits instead of seven. Does a hit show then? And do more steps, or guidance, which multiplies
 # differences by four, make it grow?
 
-
 # %% tags=["check"]
-def triplets(engine):
-    dtype = engine.kv.layout.compute_dtype
-    for guided in (True, False):
-        for steps in (9, NUM_TIMESTEPS):
-            name = f"{dtype}, {steps - 1} steps, {'guided' if guided else 'not guided'}"
-            options = {**how, "num_timesteps": steps, "guided": guided, "seed": SEED}
-            yield studies.cold_against_hit(engine, TEXT, name=name, **options)[1]
-
-
 coarse = kvlab.load(MODEL, dtype="bfloat16", **settings)
-by_setting = [*triplets(engine), *triplets(coarse)]
+schedules = 9, NUM_TIMESTEPS
+by_setting = []
+for other in (engine, coarse):
+    by_setting += studies.drift_by_setting(other, TEXT, schedules, seed=SEED, **size)
 viz.pixel_table(by_setting)
 
 # %% [markdown]
