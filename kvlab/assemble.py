@@ -58,6 +58,7 @@ def load(
     max_pinned_pages: int | None = None,
     attention: str = "torch",
     preprocess: str = "inline",
+    encoder_cache_bytes: int = 256 << 20,
     profile: str = "kvlab",
     check_invariants: bool | None = None,
     resources: Mapping[str, Mapping[str, Any]] | None = None,
@@ -89,7 +90,9 @@ def load(
         max_pinned_pages: most pages that ``engine.pin`` may hold; None = half of the pool.
         attention: "torch" or "flashinfer".
         preprocess: where prompts are tokenised: "inline", "thread" or "process".
-        profile: "kvlab", or "published" for the published system's boundaries.
+        encoder_cache_bytes: most memory for what encoders made of pictures; 0 keeps nothing.
+        profile: "kvlab", or "published" for the published system's boundaries: nothing past a picture is reused, nor anything
+            of a guided prompt.
         check_invariants: check the pool after every change; None = as KVLAB_CHECK says.
         resources: per-resource overrides of the settings above, e.g. ``{"kv": {"page_size": 32}}``.
 
@@ -128,6 +131,7 @@ def load(
         max_pinned_pages=max_pinned_pages,
         attention=attention,
         preprocess=preprocess,
+        encoder_cache_bytes=encoder_cache_bytes,
         profile=profile,
         check_invariants=check_invariants,
         resources=resources,
@@ -169,6 +173,7 @@ def build_engine(
     max_pinned_pages: int | None = None,
     attention: str | Callable[[KVStore], AttentionBackend] = "torch",
     preprocess: str = "inline",
+    encoder_cache_bytes: int = 256 << 20,
     profile: str = "kvlab",
     check_invariants: bool | None = None,
     resources: Mapping[str, Mapping[str, Any]] | None = None,
@@ -219,7 +224,8 @@ def build_engine(
     layout = model.kv_layout(whole("page_size", pool["page_size"], 1), pool["kv_dtype"])
     pages = _num_pages(pool["num_pages"], pool["pool_bytes"], layout, model.device)
     host_pages = _host_pages(pool["cpu_offload_pages"], pool["host_tier_pages"], layout)
-    worker = PreprocessWorker(model.processor, model.prefix_key_streams(), {"kv": layout.page_size}, mode=preprocess)
+    streams = model.prefix_key_streams()
+    worker = PreprocessWorker(model.processor, streams, {"kv": layout.page_size}, mode=preprocess, profile=profile)
     recorder = Recorder(clock=clock, log_path=event_log) if record or event_log is not None else None
     store = KVStore(layout, pages, device=model.device, host_pages=host_pages)
     kv = KVResource(
@@ -250,6 +256,7 @@ def build_engine(
         seed=seed,
         offload_policy=offload_policy,
         profile=profile,
+        encoder_cache_bytes=encoder_cache_bytes,
     )
     if kv.index is not None:
         report_sizing(

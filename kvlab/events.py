@@ -68,6 +68,26 @@ class StepRan(Event):
     duration_ms: float
 
 
+@dataclass(frozen=True)
+class MediaEncoded(Event):
+    """An encoder ran for a picture that becomes ``slots`` slots; ``digest`` in hex, "" where it has none."""
+
+    rid: int | str
+    walk: str
+    digest: str
+    slots: int
+    duration_ms: float
+
+
+@dataclass(frozen=True)
+class WalkServed(Event):
+    """All of a walk was cached: no forward ran, and no encoder."""
+
+    rid: int | str
+    walk: str
+    walk_index: int
+
+
 # -- a request ---------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +232,16 @@ class PagesLeased(Event):
     rid: int | str
     label: str
     pages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PictureEndCopied(Event):
+    """A private copy of the cached page that a picture ends on, ``slots`` of it used, joined the lease."""
+
+    rid: int | str
+    label: str
+    page: int
+    slots: int
 
 
 @dataclass(frozen=True)

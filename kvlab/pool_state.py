@@ -24,6 +24,7 @@ from kvlab.events import (
     PagesReleased,
     PagesReloaded,
     PagesUnpinned,
+    PictureEndCopied,
     PoolCreated,
     StreamCommitted,
     StreamLengthSet,
@@ -112,6 +113,9 @@ class PoolState:
 
     def _on_PagesLeased(self, e: PagesLeased) -> None:
         self._own(self.leases, (e.rid, e.label), e.pages)
+
+    def _on_PictureEndCopied(self, e: PictureEndCopied) -> None:
+        self._own(self.leases, (e.rid, e.label), [e.page])
 
     def _on_LeaseReleased(self, e: LeaseReleased) -> None:
         self._disown(self.leases, (e.rid, e.label), e.pages)

@@ -332,7 +332,7 @@ class ModelSpec(Protocol):
         ...
 
     def schedule(self, record: PromptRecord, max_tokens: int) -> tuple[str, ...]:
-        """Names of the walks a request runs, in order."""
+        """Names of the walks a request runs, in order; with ``max_tokens`` 0 those that write its prompt."""
         ...
 
     def slots(self, record: PromptRecord, max_tokens: int) -> Mapping[str, tuple[int, int]]:
@@ -343,8 +343,16 @@ class ModelSpec(Protocol):
         """Make what the model keeps of one request between passes (the picture being drawn); None for most."""
         ...
 
-    def prepare_inputs(self, walk: str, record: PromptRecord, generated: Sequence[int], state: Any = None) -> WalkInputs | None:
-        """Untrimmed inputs of the next pass of ``walk``; None vetoes the step. ``state`` is what ``begin`` made, unchanged."""
+    def prepare_inputs(
+        self, walk: str, record: PromptRecord, generated: Sequence[int], state: Any = None, walk_index: int = 0
+    ) -> WalkInputs | None:
+        """Untrimmed inputs of the next pass of ``walk``; None vetoes the step.
+
+        Args:
+            generated: ids sampled so far; while there are none, a loop that ``starts_with`` an id gets that one.
+            state: what ``begin`` made, unchanged.
+            walk_index: place of the walk in the schedule, which tells one text of a prompt from the next.
+        """
         ...
 
     def encode(self, walk: str, content: Any) -> Any:
@@ -364,11 +372,15 @@ class ModelSpec(Protocol):
         ...
 
     def finish_pass(self, walk: str, state: Any, output: Any) -> bool:
-        """A pass of a loop that samples nothing is over: take main's ``output`` into ``state``; True when the loop ends."""
+        """A pass of a loop that samples nothing is over: take main's ``output`` into ``state``; True when the loop ends.
+
+        Called once a pass, after its step was committed; nothing else changes ``state``. A request that is sent back begins
+        anew with another ``begin``.
+        """
         ...
 
     def outputs(self, state: Any) -> Mapping[str, Any]:
-        """What a finished request hands out beside its tokens, by field of GenerationResult."""
+        """What a request hands out whose loop without sampling has ended, by field of GenerationResult."""
         ...
 
 

@@ -72,14 +72,18 @@ def checked() -> Iterator[list[Checkable]]:
 
 @pytest.fixture
 def tracer(checked: list[Checkable]) -> Iterator[Any]:
-    """``tracer(**settings)`` makes an engine over the tracer model; it is checked and closed after the test."""
+    """``tracer(**settings)`` makes an engine over the tracer model; it is checked and closed after the test.
+
+    ``media=True`` makes it over the tracer of pictures.
+    """
     from kvlab.assemble import build_engine
     from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
+    from kvlab.models.tracer_media import MediaTracer
 
     engines = []
 
-    def make(*, declares: bool = True, max_seq_len: int = 4096, **settings: Any) -> Any:
-        model = TracerModel(ToyProcessor(64), max_seq_len=max_seq_len)
+    def make(*, declares: bool = True, media: bool = False, max_seq_len: int = 4096, **settings: Any) -> Any:
+        model = MediaTracer(max_seq_len=max_seq_len) if media else TracerModel(ToyProcessor(64), max_seq_len=max_seq_len)
         if not declares:
             model.prefix_key_streams = dict  # type: ignore[method-assign]
         defaults = {"num_pages": 128, "attention": TracerAttention, "prefix_cache_salt": "test"}

@@ -34,10 +34,11 @@ NAMES = [
 SIGNATURES = {
     "Chat": "(messages, kept_ids=(), kept_messages=0)",
     "Engine": "(model, *, kv, attention, positions=None, sampler=None, preprocess=None, admission=None, chunks=None, "
-    "recorder=None, clock=monotonic, seed=0, offload_policy='lru', profile='kvlab')",
+    "recorder=None, clock=monotonic, seed=0, offload_policy='lru', profile='kvlab', encoder_cache_bytes=268435456)",
     "GenerationResult": "(rid, name, text, ids, prompt_ids, prompt_tokens, cached_tokens, cached_by_label, pages_matched, "
     "page_size, finish_reason, ttft_ms, total_ms, tokens_per_s, misses, model, request, fork=None, logprobs=(), "
-    "prompt_logprobs=(), held_steps=0, preemptions=0, resumed_tokens=0, offloads=0, error=None, stop_ids=frozenset())",
+    "prompt_logprobs=(), held_steps=0, preemptions=0, resumed_tokens=0, offloads=0, error=None, stop_ids=frozenset(), "
+    "encoder_calls=0, first_pass_ms=None, pixels=None)",
     "Recorder": "(*, clock, max_events=500000, log_path=None)",
     "chat": "(user, *, system=None)",
     "fetch": "(name, *, say=announce)",
@@ -45,8 +46,8 @@ SIGNATURES = {
     "record=True, event_log=None, max_seq_len=None, max_concurrent_requests=None, admission=None, "
     "admission_order='fifo', backfill_protect='easy', backfill_window=128, preemption=None, cpu_offload_pages=0, "
     "host_tier_pages=0, offload_policy='lru', max_step_tokens=2048, prefix_cache=True, prefix_cache_salt='', "
-    "policy='lru', max_pinned_pages=None, attention='torch', preprocess='inline', profile='kvlab', "
-    "check_invariants=None, resources=None)",
+    "policy='lru', max_pinned_pages=None, attention='torch', preprocess='inline', encoder_cache_bytes=268435456, "
+    "profile='kvlab', check_invariants=None, resources=None)",
 }
 
 #: What an engine and a result can do, beside the fields above.
@@ -65,7 +66,7 @@ MEMBERS = {
         "take_over",
         "unpin",
     ],
-    "GenerationResult": ["follow_up"],
+    "GenerationResult": ["follow_up", "image"],
 }
 
 

@@ -12,8 +12,11 @@ A page is offered to the index once it is both written and keyed (``pages_filled
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
-from kvlab.cache.keys import page_key
+from kvlab.cache.keys import cut_layout, end_key, page_key
+from kvlab.cache.layouts import ONE_TEXT, LaidOut
 from kvlab.errors import InputError
 from kvlab.spec import Item, KeyedPrompt, PrefixStream, Span
 
@@ -26,6 +29,15 @@ MOVED_PAGES = "a window moved the pages"
 CACHE_RESET = "reset"
 REMOTE_REWIND = "the peer it is read from began anew"
 FORK_TARGET = "the stream became a fork target"
+
+
+class PictureEnd(NamedTuple):
+    """The first ``slots`` slots of page ``position``, at which a picture ends inside it; ``ids`` are the ids among them."""
+
+    position: int
+    slots: int
+    key: bytes
+    ids: tuple[int, ...]
 
 
 class PrefixChain:
@@ -50,21 +62,6 @@ class PrefixChain:
     [0, 1, 2, 2]
     """
 
-    __slots__ = (
-        "covered_len",
-        "cursor",
-        "decode_tensor",
-        "generated_ids",
-        "keyed_pages",
-        "keys",
-        "layout",
-        "page_size",
-        "prompt_ids",
-        "prompt_slots",
-        "tail_items",
-        "unkeyed",
-    )
-
     def __init__(self, prompt: KeyedPrompt, page_size: int) -> None:
         check_fit(prompt, page_size)
         self.page_size = page_size
@@ -72,6 +69,7 @@ class PrefixChain:
         self.prompt_ids: Sequence[int] = prompt.ids
         self.prompt_slots = prompt.prompt_slots
         self.layout: tuple[Span, ...] = prompt.layout
+        self.laid = LaidOut(prompt.layout) if prompt.layout else ONE_TEXT
         self.keyed_pages = prompt.prompt_slots // page_size
         self.tail_items: tuple[Item, ...] = prompt.tail_items
         self.decode_tensor = prompt.decode_tensor
@@ -115,9 +113,28 @@ class PrefixChain:
         return max(0, slots - 1) // self.page_size
 
     @property
-    def first_span_slots(self) -> int:
-        """Slots of the text that opens the prompt."""
-        return self.layout[0].length if self.layout else self.prompt_slots
+    def lendable_pages(self) -> int:
+        """Most pages a prompt may match; one that ends with a picture may be served whole, for no logits are wanted of it."""
+        return self.match_limit(self.prompt_slots + self.laid.ends_with_medium)
+
+    @cached_property
+    def ends(self) -> dict[int, PictureEnd]:
+        """The ends of pictures that lie inside a page, by slot."""
+        if not self.layout:
+            return {}
+        cut = cut_layout(self.layout, self.prompt_ids, self.page_size)
+        at = ((stop, *divmod(stop, self.page_size)) for stop in self.laid.media_ends)
+        return {stop: self._end(page, slots, cut.ids[page], cut.items[page]) for stop, page, slots in at if slots}
+
+    def _end(self, page: int, slots: int, ids: Sequence[int], items: Sequence[Item]) -> PictureEnd:
+        kept = [item for item in items if item.start < slots]
+        taken = slots - sum(item.length - item.offset for item in kept)
+        key = end_key(self.keys[page - 1] if page else b"", ids, items, slots)
+        return PictureEnd(page, slots, key, tuple(ids[:taken]))
+
+    def ends_on(self, page: int) -> list[PictureEnd]:
+        """The ends of pictures inside ``page``, the last one first."""
+        return [end for _, end in sorted(self.ends.items(), reverse=True) if end.position == page]
 
     def why_end(self, declared: PrefixStream | None, walk: str, start: int, stop: int) -> str | None:
         """Say why a commit of slots [start, stop) by ``walk`` ends the chain, or None.
@@ -140,7 +157,8 @@ class PrefixChain:
         at = 0
         for span in self.layout:
             if at <= start < at + span.length:
-                return None if span.walk == walk and stop <= at + span.length else OUTSIDE_LAYOUT
+                is_foreseen = stop <= at + span.length if span.kind == "ids" else (start, stop) == (at, at + span.length)
+                return None if span.walk == walk and is_foreseen else OUTSIDE_LAYOUT
             at += span.length
         return PAST_PROMPT
 

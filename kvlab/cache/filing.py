@@ -7,24 +7,35 @@ from collections.abc import Mapping, Sequence
 from kvlab import events
 from kvlab.cache.chain import MOVED_PAGES, PrefixChain
 from kvlab.cache.counters import KVCounters
+from kvlab.cache.endings import EndCopies
 from kvlab.cache.index import PrefixIndex
+from kvlab.cache.keys import chain_ids, plain_ids
 from kvlab.cache.pool import PagePool
 from kvlab.cache.roots import stream_root
 from kvlab.cache.stream import CacheStream, ChainEnd, RootName
 from kvlab.errors import InputError, IntegrityError
 from kvlab.spec import KeyedPrompt, PrefixStream, RequestConfig
 
+#: What names a page: all that was written, or (the historical fault) the ids alone.
+KEYINGS = ("walk", "ignore-walk")
+
 
 class Filing:
     """Seeds, extends and ends chains, and files filled pages under the stream's root.
 
     Args:
+        ends: keeps copies of pages that a picture ends on.
         counters: told of every chain that ends.
+        keying: "walk", or "ignore-walk": keys name texts alone and no walk ends a chain, so that pages of pictures are filed
+            under the keys of texts. It is the historical fault, to be studied.
     """
 
-    def __init__(self, pool: PagePool, counters: KVCounters) -> None:
-        self._pool = pool
+    def __init__(self, pool: PagePool, ends: EndCopies, counters: KVCounters, keying: str = "walk") -> None:
+        if keying not in KEYINGS:
+            raise InputError(f"keying is {keying!r}; it must be one of {', '.join(KEYINGS)}")
+        self._pool, self._ends = pool, ends
         self._counters = counters
+        self.keying = keying
         self.base_root: bytes | None = None
         self.declared: Mapping[str, PrefixStream] = {}
 
@@ -39,11 +50,11 @@ class Filing:
         return not self.declared or label in self.declared
 
     def is_probed(self, stream: CacheStream, walk: str) -> bool:
-        """True when ``walk`` writes the keyed text that opens this stream."""
+        """True when ``walk`` writes the keyed text that opens this stream, or a span of its layout."""
         declared, chain = self.declared.get(stream.label), stream.chain
         if declared is None or chain is None:
             return chain is not None
-        return walk == declared.walk and (not chain.layout or chain.layout[0].walk == walk)
+        return walk == declared.walk or (bool(chain.layout) and walk in declared.layout_walks)
 
     def seed(self, stream: CacheStream, prompt: KeyedPrompt | None, salt: str) -> None:
         """Give a stream that has not begun its chain and root.
@@ -53,8 +64,15 @@ class Filing:
         if self._pool.index is None or prompt is None or not prompt.keys or not self.is_keyed(stream.label):
             return
         if stream.chain is None and stream.chain_end is None and stream.is_fresh and not stream.step_in_flight:
-            stream.chain = PrefixChain(prompt, self._pool.page_size)
+            stream.chain = PrefixChain(self._as_keyed(prompt), self._pool.page_size)
+            stream.laid = stream.chain.laid
             self.set_root(stream, salt)
+
+    def _as_keyed(self, prompt: KeyedPrompt) -> KeyedPrompt:
+        if self.keying == "walk" or not prompt.layout:
+            return prompt
+        ids, size = plain_ids(prompt.ids), self._pool.page_size
+        return KeyedPrompt(ids, chain_ids(ids, size), ids[len(ids) // size * size :], len(ids), prompt.decode_tensor)
 
     def set_root(self, stream: CacheStream, salt: str) -> None:
         """Hang the stream from the base root of now."""
@@ -89,12 +107,14 @@ class Filing:
         if chain is None:
             return
         start = stream.stored_len - span
-        declared = self.declared.get(stream.label)
+        declared = self.declared.get(stream.label) if self.keying == "walk" else None
         why = MOVED_PAGES if stream.released else chain.why_end(declared, walk, start, stream.stored_len)
         if why is not None:
             self.end(stream, why, walk, start)
         elif self._pool.index is not None:
             self._file(stream, chain, self._pool.index)
+            if chain.layout and not (stream.is_windowed and stream.stored_len > stream.protected_prefix):
+                self._ends.keep(stream, chain, self._pool.index)
 
     def cached_pages(self, config: RequestConfig) -> list[int]:
         """The index's pages for the whole pages of a prompt, all labels.

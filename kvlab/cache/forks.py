@@ -75,6 +75,7 @@ class Forks:
         if source.offloaded or target.offloaded:
             return RequestOffloading(source.rid)
         self._pool.cut_lease(target, 0, "fork target")
+        target.walked = 0
         self._filing.end(target, FORK_TARGET, "", target.stored_len)
         total = length_before(source) if fork.when == "pre" else source.stored_len + growth.get(source.key, 0)
         return self._pool.grow(target, total, step_index)
@@ -95,5 +96,5 @@ class Forks:
 
 
 def length_before(stream: CacheStream) -> int:
-    """Slots stored before the walk that is being admitted: a lease it just took does not count."""
-    return 0 if stream.converted else stream.stored_len
+    """Slots stored before the walk that is being admitted: a lease counts as far as it served earlier walks."""
+    return stream.walked if stream.converted else stream.stored_len

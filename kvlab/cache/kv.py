@@ -3,8 +3,9 @@
     ingest -> resolve (lease) -> apply (cut) -> admit (lease becomes pages, fresh pages) -> plan (tables)
            -> commit (lengths, filing) -> extend (keys of generated pages) -> ... -> remove
 
-One re-entrant lock guards it all; looking up and retaining a match is one hold. It moves page numbers; bytes move only in
-forks, through a PageStore.
+A walk that the lease covers whole runs no step; the lease waits for the first walk that does. One re-entrant lock guards it
+all; looking up and retaining a match is one hold. It moves page numbers; bytes move in forks, to and from the host, and where a
+page is copied that a picture ends on, through a PageStore.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 
 from kvlab import events
 from kvlab.cache.counters import KVCounters
+from kvlab.cache.endings import EndCopies
 from kvlab.cache.filing import Filing
 from kvlab.cache.forks import Forks
 from kvlab.cache.host import HostPages
@@ -75,9 +77,11 @@ class KVResource(PoolVerbs):
         check_invariants: check the pool after admit, commit, reset and remove; None = the environment's ``KVLAB_CHECK=1``.
         record: told of every event; None = no event is built.
         miss_log: remembers what was cached, so that misses can be explained; None = only the index is asked.
+        keying: "walk", or "ignore-walk" for the historical fault: keys name texts alone, so that a picture's pages are filed
+            under the keys of a text. Results made with it are wrong on purpose.
 
     Raises:
-        InputError: a page size, pool size, dtype or policy that cannot be.
+        InputError: a page size, pool size, dtype, policy or keying that cannot be.
     """
 
     prefix_skip_safe: ClassVar[bool] = True
@@ -100,6 +104,7 @@ class KVResource(PoolVerbs):
         check_invariants: bool | None = None,
         record: Callable[[events.Event], None] | None = None,
         miss_log: MissLog | None = None,
+        keying: str = "walk",
     ) -> None:
         require_page_size(layout.page_size)
         if layout.dtype not in BYTES_PER_VALUE:
@@ -110,10 +115,11 @@ class KVResource(PoolVerbs):
         self.epoch = 0  # moves when everything cached is dropped
         self._lock = threading.RLock()
         self._pool = PagePool(num_pages, layout.page_size, policy, record, miss_log, cpu_offload_pages)
-        self._filing = Filing(self._pool, self.counters)
+        ends = EndCopies(self._pool, store, self.counters)
+        self._filing = Filing(self._pool, ends, self.counters, keying)
         self._table = StreamTable(self._pool, self._filing)
         self._ledger = MissLedger(self._pool, self._filing, key)
-        self._prober = Prober(key, self._pool, self._filing, self._table, self._ledger, self.counters)
+        self._prober = Prober(key, self._pool, self._filing, self._table, self._ledger, ends, self.counters)
         forks = Forks(self._pool, self._filing, self._table, store)
         self._offloading = Offloading(key, self._pool, self._table, store, self.counters, self._lock)
         self._remote = Remote(key, self._pool, self._filing, self._table, layout, world_size, transport)
@@ -131,9 +137,15 @@ class KVResource(PoolVerbs):
     def __repr__(self) -> str:
         cached = "index shut" if self.index is None else f"{len(self.index)} indexed"
         size, free = self.page_size, self.arena.num_free
-        return f"KVResource({self.key!r}, {self.usable_pages} usable pages of {size} slots, {free} free, {cached})"
+        keying = "" if self.keying == "walk" else f", keying {self.keying!r}"
+        return f"KVResource({self.key!r}, {self.usable_pages} usable pages of {size} slots, {free} free, {cached}{keying})"
 
     # -- what it is made of
+
+    @property
+    def keying(self) -> str:
+        """What names a page: "walk", or "ignore-walk" for the historical fault."""
+        return self._filing.keying
 
     def root_fields(self) -> Mapping[str, Any]:
         shape = self.layout
@@ -147,6 +159,7 @@ class KVResource(PoolVerbs):
             "head_dim": shape.head_dim,
             "world_size": self.world_size,
             "salt": self.salt,
+            "keying": None if self.keying == "walk" else self.keying,
         }
 
     # -- the cache as a whole
@@ -214,22 +227,22 @@ class KVResource(PoolVerbs):
             request = self._table.requests.get(rid)
             if request is None:
                 return None
-            answers = {label: self._prober.probe(request, node, walk, label, len(ids)) for label, ids in inputs.ids.items()}
+            request.served.clear()  # asked again, a walk has not run
+            slots = inputs.slots().items()
+            answers = {label: self._prober.probe(request, node, walk, label, count) for label, count in slots}
             return {label: match for label, match in answers.items() if match is not None} or None
 
     def apply_cached_prefix(
         self, rid: RequestId, node: str, walk: str, inputs: WalkInputs, matches: Mapping[str, Match]
     ) -> None:
         with self._lock:
-            streams = self._table.streams_of(rid)
-            for label, match in matches.items():
-                if label in streams:
-                    self._prober.agree(streams[label], match.slots)
+            if rid in self._table.requests:
+                self._prober.agree(self._table.requests[rid], inputs.slots(), matches)
 
     def note_unprobed(self, rid: RequestId, node: str, walk: str, inputs: WalkInputs, cause: str) -> None:
         with self._lock:
-            for label, ids in inputs.ids.items() if rid in self._table.requests else ():
-                self._prober.note_unprobed(rid, node, walk, label, len(ids), cause)
+            for label, count in inputs.slots().items() if rid in self._table.requests else ():
+                self._prober.note_unprobed(rid, node, walk, label, count, cause)
 
     def admit(self, step: Step, ctx: StepContext) -> Refusal | None:
         with self._lock:
@@ -239,7 +252,7 @@ class KVResource(PoolVerbs):
 
     def plan(self, step: Step, ctx: StepContext) -> StepTables:
         with self._lock:
-            return StepTables(self.page_size, self._stepper.tables(step, ctx))
+            return StepTables(self.page_size, self._stepper.tables(step, ctx), commit=step.commit)
 
     def commit(self, step: Step, ctx: StepContext) -> None:
         with self._lock:

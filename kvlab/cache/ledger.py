@@ -32,10 +32,12 @@ class MissLedger:
 
     def note(self, request: KVRequest, stream: CacheStream, num_tokens: int, cause: str, evidence: str) -> None:
         """The next ``num_tokens`` prompt slots of ``stream`` will be computed because of ``cause``."""
-        start = stream.host_len if stream.offloaded else stream.stored_len
-        if num_tokens:
-            miss = Miss(stream.label, start, start + num_tokens, cause, evidence)
-            request.notes.setdefault(stream.label, {})[start] = (miss,)
+        start, notes = stream.begins_at, request.notes.setdefault(stream.label, {})
+        is_explained = start not in notes and any(m.start <= start < m.stop for causes in notes.values() for m in causes)
+        if num_tokens and not (is_explained and stream.laid is not None and stream.laid.spans):
+            notes[start] = (Miss(stream.label, start, start + num_tokens, cause, evidence),)
+        if not notes:
+            del request.notes[stream.label]
 
     def note_unkeyed(self, request: KVRequest, stream: CacheStream, walk: str, num_tokens: int) -> None:
         """A walk of a stream without a chain will run."""
@@ -71,7 +73,7 @@ class MissLedger:
         keyed, matched_tokens = chain.prompt_slots // self._pool.page_size, self._held(stream)
         matched_pages = matched_tokens // self._pool.page_size
         counters.prompts_admitted += 1
-        counters.hits += matched_pages > 0
+        counters.hits += matched_tokens > 0
         counters.matched_pages += matched_pages
         counters.matched_tokens += matched_tokens
         from_host = 0 if stream.recalled_from is None else max(0, matched_pages - stream.recalled_from)
@@ -81,7 +83,7 @@ class MissLedger:
             self._pool.record(
                 events.PrefixMatched(stream.rid, stream.label, matched_pages, keyed, matched_tokens, chain.prompt_slots)
             )
-        is_whole = matched_pages == chain.match_limit(chain.prompt_slots) > 0
+        is_whole = matched_pages == chain.lendable_pages > 0
         log.info(
             "%s: request %r, stream %r: matched %d of its %d keyed pages%s",
             *(self._key, stream.rid, stream.label, matched_pages, keyed),
@@ -91,7 +93,7 @@ class MissLedger:
     def _held(self, stream: CacheStream) -> int:
         """Slots the index lent: leased, or turned into pages and not written behind yet."""
         if stream.lease is not None:
-            return len(stream.lease) * self._pool.page_size
+            return self._pool.leased_slots(stream)
         return stream.stored_len if stream.converted else 0
 
     def _tell(self, request: KVRequest, stream: CacheStream) -> None:
@@ -107,11 +109,12 @@ class MissLedger:
     def _explain(self, request: KVRequest, stream: CacheStream, matched_tokens: int) -> tuple[Miss, ...]:
         chain, index = stream.chain, self._pool.index
         if chain is not None and index is not None:
-            return MissExplainer(chain, index, stream.root, stream.root_name, self._pool.miss_log).explain(matched_tokens)
+            explainer = MissExplainer(chain, index, stream.root, stream.root_name, self._pool.miss_log)
+            return explainer.explain(matched_tokens, stream.cut_from)
         prompt = request.config.prompts.get(stream.label)
-        if prompt is None or not prompt.prompt_slots:
+        if prompt is None or matched_tokens >= prompt.prompt_slots:
             return ()
-        return (Miss(stream.label, 0, prompt.prompt_slots, *self._why_unkeyed(request, stream)),)
+        return (Miss(stream.label, matched_tokens, prompt.prompt_slots, *self._why_unkeyed(request, stream)),)
 
     def misses(self, request: KVRequest) -> tuple[Miss, ...]:
         """Every cause settled so far, in slot order label by label."""

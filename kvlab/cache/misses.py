@@ -152,16 +152,27 @@ class MissExplainer:
     def __init__(self, chain: PrefixChain, index: PrefixIndex, root: bytes, name: RootName, log: MissLog | None) -> None:
         self._chain, self._index, self._root, self._name, self._log = chain, index, root, name, log
 
-    def explain(self, matched_slots: int) -> tuple[Miss, ...]:
-        """Causes for [matched_slots, prompt_slots): sorted, disjoint, without gaps."""
+    def explain(self, matched_slots: int, cut_from: int = 0) -> tuple[Miss, ...]:
+        """Causes for [matched_slots, prompt_slots): sorted, disjoint, without gaps.
+
+        Args:
+            cut_from: pages up to here matched, and the match was cut back since it ended inside a picture; 0 = it was not.
+        """
         chain, size = self._chain, self._chain.page_size
-        page, last = matched_slots // size, chain.match_limit(chain.prompt_slots)
+        page, last = max(matched_slots, cut_from) // size, chain.lendable_pages
         causes: list[tuple[int, str, str]] = []  # from this slot on
+        if cut_from > matched_slots:
+            causes.append((matched_slots, *self._cut(cut_from)))
         while page < last and (known := self._known(chain.keys[page])):
             causes.append((max(matched_slots, page * size), *known))
             page += 1
-        causes.append((max(matched_slots, page * size), *(self._capped() if page == last else self._novel(page))))
+        if page * size < chain.prompt_slots:
+            causes.append((max(matched_slots, page * size), *(self._capped() if page == last else self._novel(page))))
         return merge_misses(self._name.label, causes, chain.prompt_slots)
+
+    def _cut(self, cut_from: int) -> tuple[str, str]:
+        start, stop = self._chain.laid.medium_around(cut_from) or (cut_from, cut_from)
+        return "image_cut", f"the match of {cut_from} slots ends inside the picture in slots [{start}, {stop})"
 
     def _known(self, key: bytes) -> tuple[str, str] | None:
         if self._index.page_for(self._root, key) is not None:
@@ -175,6 +186,9 @@ class MissExplainer:
         return None
 
     def _capped(self) -> tuple[str, str]:
+        if self._chain.laid.ends_with_medium:
+            end = self._chain.ends[self._chain.prompt_slots]
+            return self._known(end.key) or ("image_cut", "no copy of the page that the last picture ends on was kept")
         return "last_page_cap", "the last page is always computed, since at least one token must run"
 
     def _novel(self, page: int) -> tuple[str, str]:
@@ -189,6 +203,9 @@ class MissExplainer:
                 f"no cached chain goes on from token {page * size}" if page else "no cached chain begins like this",
             )
         at = page * size + near.shared
+        if self._chain.laid.has_medium(page * size, page * size + size):
+            where = f"slots [{page * size}, {page * size + size}) hold a picture or part of one"
+            return "diverged" if page else "short_prefix", f"{where}, and no cached page has these ids and that picture there"
         here = ids[near.shared] if near.shared < len(ids) else None
         parting = f"token {at} is {here} here and {near.next_id} in the nearest cached chain {near.key.hex()[:16]}"
         if at < size:

@@ -1,16 +1,19 @@
 """NaiveKV: the lifecycle of KVResource done the slow, obvious way, to check the real one against.
 
-No hashes, no counts, no heap: an entry is named by the whole tuple of ids up to the end of its page, owners are counted by
+No hashes, no counts, no heap: an entry is named by the whole tuple of slots up to the end of its page, owners are counted by
 looking at every list that names a page, and the page to evict is found by looking at all of them. It answers the same hits,
-owners, victims and refusals for prompts of one text span, under least recently used eviction or one that is told. It moves no
-bytes, does no forks, and names no misses.
+owners, victims and refusals for prompts of texts and pictures, under least recently used eviction or one that is told. It moves
+no bytes, does no forks, and names no misses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvlab.cache.naive_pool import NaivePool, NaiveStream
+from kvlab.cache.naive_leases import NaiveLeases
+from kvlab.cache.naive_pool import NaiveStream
+from kvlab.cache.naive_prompts import part_at, positions, slots_of
+from kvlab.errors import InputError
 from kvlab.spec import (
     AllocationFailed,
     KeyedPrompt,
@@ -18,6 +21,7 @@ from kvlab.spec import (
     PrefixStream,
     RequestConfig,
     RequestId,
+    Segment,
     Step,
     StepContext,
     StepRow,
@@ -26,13 +30,14 @@ from kvlab.spec import (
 )
 
 
-class NaiveKV(NaivePool):
+class NaiveKV(NaiveLeases):
     """Same verbs, same answers as KVResource.
 
     Args:
         page_size: slots a page.
         num_pages: pages of the pool, the sink included.
         choose: says which of the leaves that may go does; None = the least recently used.
+        keeps_ends: keep copies of pages that a picture ends on, as a resource with a PageStore does.
 
     >>> kv = NaiveKV(page_size=4, num_pages=8)
     >>> kv.enable_prefix_cache(b"root", {})
@@ -41,8 +46,15 @@ class NaiveKV(NaivePool):
     {'main': Match(slots=0, positions=0)}
     """
 
-    def __init__(self, page_size: int, num_pages: int, choose: Callable[[Sequence[int]], int] | None = None) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        num_pages: int,
+        choose: Callable[[Sequence[int]], int] | None = None,
+        keeps_ends: bool = False,
+    ) -> None:
         super().__init__(page_size, num_pages, choose)
+        self.keeps_ends = keeps_ends
         self.is_open = False
         self.base_root = b""
         self.declared: dict[str, PrefixStream] = {}
@@ -59,6 +71,8 @@ class NaiveKV(NaivePool):
 
     def reset_prefix_cache(self, reason: str = "asked", base_root: bytes | None = None) -> bool:
         for stream in self.streams.values():
+            if stream.walked:  # walks that were served will not run
+                self._become_stored(stream)
             self._drop_lease(stream)
         for name in list(self.pins):
             self.unpin(name)
@@ -79,9 +93,10 @@ class NaiveKV(NaivePool):
         for label, prompt in config.prompts.items():
             entries = self.entries.get((self.base_root, label, config.salt), {})
             ends = range(self.page_size, prompt.prompt_slots + 1, self.page_size)
-            if not all(tuple(prompt.ids[:end]) in entries for end in ends):
+            slots = slots_of(prompt)
+            if not all(tuple(slots[:end]) in entries for end in ends):
                 return None
-            pages += [entries[tuple(prompt.ids[:end])].page for end in ends]
+            pages += [entries[tuple(slots[:end])].page for end in ends]
         if name in self.pins or not pages or len({*pages, *(p for pinned in self.pins.values() for p in pinned)}) > max_pages:
             return None
         self.pins[name] = pages
@@ -108,7 +123,8 @@ class NaiveKV(NaivePool):
         if self.declared and label not in self.declared:
             return
         if stream.known is None and not stream.was_ended and not stream.stored and not stream.in_flight:
-            stream.known, stream.prompt_slots, stream.grows = list(prompt.ids), prompt.prompt_slots, bool(prompt.decode_tensor)
+            stream.known, stream.prompt_slots, stream.grows = slots_of(prompt), prompt.prompt_slots, bool(prompt.decode_tensor)
+            stream.prompt, stream.layout = list(stream.known), prompt.layout
             stream.root = (self.base_root, label, config.salt)
 
     def _end(self, stream: NaiveStream) -> None:
@@ -133,87 +149,120 @@ class NaiveKV(NaivePool):
 
     def resolve_cached_prefix(self, rid: RequestId, node: str, walk: str, inputs: WalkInputs) -> Mapping[str, Match] | None:
         answers = {}
-        for label in inputs.ids if rid in self.configs else ():
-            slots = self._probe(rid, label, walk)
-            if slots is not None:
-                answers[label] = Match(slots, slots)
+        for (owner, _), stream in self.streams.items():
+            stream.served = 0 if owner == rid else stream.served
+        for label, count in inputs.slots().items() if rid in self.configs else ():
+            stream = self._ensure(rid, label)
+            if self._probe(rid, label, walk, count):
+                slots = max(0, min(self._lent(stream) - stream.walked, count))
+                end = stream.walked + slots
+                answers[label] = Match(slots, positions(stream.prompt, end) if stream.layout else end)
         return answers or None
 
-    def _probe(self, rid: RequestId, label: str, walk: str) -> int | None:
+    def _probe(self, rid: RequestId, label: str, walk: str, count: int) -> bool:
+        """Take the lease if there is none yet; False = no opinion."""
         stream = self._ensure(rid, label)
-        if not self.is_open or stream.known is None:
-            return None
-        stream.agreed = False
         if stream.converted:
-            return stream.stored
+            return True
+        if not self.is_open or stream.known is None:
+            return False
+        stream.agreed = False
+        if self._is_unforeseen(stream, label, walk, count):
+            self._end_layout(stream)
+            return False
         if stream.lease:
-            return len(stream.lease) * self.page_size
+            return True
         if stream.stored or self.configs[rid].prompt_logprobs:
-            return None
-        if self.declared and walk != self.declared[label].walk:
-            return None
-        stream.lease = self._look_up(stream, stream.known)
-        return len(stream.lease) * self.page_size
+            return False
+        if (
+            self.declared
+            and walk != self.declared[label].walk
+            and not (stream.layout and walk in self.declared[label].layout_walks)
+        ):
+            return False
+        self._look_up(stream, stream.known)
+        return True
 
-    def _look_up(self, stream: NaiveStream, known: list[int]) -> list[int]:
-        matched = []
-        entries = self.entries.get(stream.root, {})
-        for end in range(self.page_size, len(known) + 1, self.page_size):
-            if tuple(known[:end]) not in entries:
-                break
-            matched.append(entries[tuple(known[:end])])
-        self.clock += bool(matched)
-        for entry in matched:
-            entry.stamp = self.clock
-        return [entry.page for entry in matched][: (len(known) - 1) // self.page_size]
+    def _is_unforeseen(self, stream: NaiveStream, label: str, walk: str, count: int) -> bool:
+        start = stream.walked if stream.converted or not stream.stored else stream.stored
+        if not stream.layout or label not in self.declared or not count or start >= stream.prompt_slots:
+            return False
+        starts = [sum(s.length for s in stream.layout[:at]) for at in range(len(stream.layout))]
+        foreseen = [(at, s.walk, s.length) for at, s in zip(starts, stream.layout, strict=True)]
+        return (start, walk, count) not in foreseen
+
+    def _end_layout(self, stream: NaiveStream) -> None:
+        start = stream.walked if stream.converted or not stream.stored else stream.stored
+        self._end(stream)
+        if self._lent(stream) > start:
+            if stream.converted or start % self.page_size:
+                raise InputError("served slots end inside a page")
+            self._drop_lease(stream, start // self.page_size)
+        stream.agreed = bool(stream.lease)
+
+    def note_unprobed(self, rid: RequestId, node: str, walk: str, inputs: WalkInputs, cause: str) -> None:
+        for label in inputs.slots() if rid in self.configs else ():
+            stream = self._ensure(rid, label)
+            start = stream.walked if stream.converted or not stream.stored else stream.stored
+            if stream.known is not None and stream.layout and start < stream.prompt_slots:
+                self._end_layout(stream)
 
     def apply_cached_prefix(
         self, rid: RequestId, node: str, walk: str, inputs: WalkInputs, matches: Mapping[str, Match]
     ) -> None:
+        counts = inputs.slots()
         for label, match in matches.items():
             stream = self.streams.get((rid, label))
-            if stream is not None and stream.lease and not stream.stored:
-                self._drop_lease(stream, -(-match.slots // self.page_size))
+            if stream is None:
+                continue
+            if stream.lease and not stream.stored:
+                self._trim(stream, counts[label], match.slots)
                 stream.agreed = bool(stream.lease)
+            if counts[label] and match.slots >= counts[label] and (stream.lease or stream.converted):
+                stream.served = counts[label]
+        if all(self.streams[rid, label].served for label, count in counts.items() if count):
+            self._end_walk(rid)
+
+    def _end_walk(self, rid: RequestId) -> None:
+        for (owner, _), stream in self.streams.items():
+            if owner == rid:
+                stream.walked += stream.served
+                stream.served = 0
 
     def admit(self, step: Step, ctx: StepContext) -> AllocationFailed | None:
         rows = [segment for segment in step.segments if segment.rid in ctx.request_ids]
-        for segment in rows:
-            self._convert(self._ensure(segment.rid, segment.label))
-        for segment in rows:
+        streams = [self._ensure(segment.rid, _read_label(segment)) for segment in rows]
+        for stream in streams:
+            self._convert(stream)
+        for segment in rows if step.commit else ():
             total = self.streams[segment.rid, segment.label].stored + segment.span
             if segment.span and (refusal := self._grow(segment.rid, segment.label, total)):
                 return refusal
-        for segment in rows:
-            self.streams[segment.rid, segment.label].in_flight = True
+        for stream in streams:
+            stream.in_flight = True
         return None
-
-    def _convert(self, stream: NaiveStream) -> None:
-        if stream.stored or not stream.lease:
-            return
-        if not stream.agreed:
-            self._drop_lease(stream)
-            return
-        self._drop_pages(stream)
-        stream.pages, stream.lease = stream.lease, []
-        stream.cursor, stream.converted = len(stream.pages), True
-        stream.stored = stream.cursor * self.page_size
 
     def plan(self, step: Step, ctx: StepContext) -> StepTables:
         rows = []
-        for rid, label, span in ((s.rid, s.label, s.span) for s in step.segments):
-            stream = self.streams[rid, label]
-            length = stream.stored + span
-            rows.append(StepRow(rid, label, stream.pages[: -(-length // self.page_size)], length, span))
-        return StepTables(self.page_size, tuple(rows))
+        for segment in step.segments:
+            stream = self.streams[segment.rid, _read_label(segment)]
+            length = stream.stored + segment.span
+            if not step.commit:
+                length = stream.stored if segment.prefix is None else segment.prefix.slots
+            pages = stream.pages[: -(-length // self.page_size)]
+            rows.append(StepRow(segment.rid, segment.label, pages, length, segment.span))
+        return StepTables(self.page_size, tuple(rows), commit=step.commit)
 
     def commit(self, step: Step, ctx: StepContext) -> None:
-        for segment in step.segments:
-            stream = self.streams.get((segment.rid, segment.label))
+        landed = [(s, self.streams.get((s.rid, _read_label(s)))) for s in step.segments]
+        for segment, stream in landed:
             if stream is None or not stream.in_flight:
                 continue
+            self._end_walk(segment.rid)
             stream.in_flight = False
-            if step.commit and segment.span:
+            if not step.commit:
+                stream.converted = False
+            elif segment.span:
                 start = stream.stored
                 stream.stored += segment.span
                 stream.converted = False
@@ -223,16 +272,29 @@ class NaiveKV(NaivePool):
         known, declared = stream.known, self.declared.get(label)
         if known is None:
             return
-        is_foreign = declared is not None and walk not in (declared.walk, declared.decode_walk)
-        is_past_prompt = declared is not None and walk == declared.walk and start >= stream.prompt_slots
-        if is_foreign or is_past_prompt or start > len(known):
+        if start > len(known) or (declared is not None and self._is_misplaced(stream, declared, walk, start)):
             self._end(stream)
         elif self.is_open:
             self._file(stream, known)
+            if self.keeps_ends:
+                self._keep_end(stream, known)
+
+    def _is_misplaced(self, stream: NaiveStream, declared: PrefixStream, walk: str, start: int) -> bool:
+        if walk == declared.decode_walk:
+            return False
+        if not stream.layout:
+            return walk != declared.walk or start >= stream.prompt_slots
+        walks = [span.walk for span in stream.layout for _ in range(span.length)]
+        if start >= len(walks) or walks[start] != walk or walk not in declared.walks():
+            return True
+        ends = [sum(span.length for span in stream.layout[: at + 1]) for at in range(len(stream.layout))]
+        stop = min(end for end in ends if end > start)
+        is_cut = bool(part_at(stream.prompt, start) or part_at(stream.prompt, stream.stored))
+        return stream.stored > stop or is_cut
 
     def abort(self, step: Step, ctx: StepContext) -> None:
         for segment in step.segments:
-            if stream := self.streams.get((segment.rid, segment.label)):
+            if stream := self.streams.get((segment.rid, _read_label(segment))):
                 stream.in_flight = False
 
     def extend_prefix_chain(self, rid: RequestId, node: str, walk: str, outputs: Mapping[str, Sequence[Sequence[int]]]) -> None:
@@ -241,3 +303,8 @@ class NaiveKV(NaivePool):
                 tensor = self.configs[rid].prompts[label].decode_tensor
                 for ids in outputs.get(tensor or "", ())[:1]:
                     stream.known += ids
+
+
+def _read_label(segment: Segment) -> str:
+    """The label whose pages a row reads."""
+    return segment.label if segment.prefix is None else segment.prefix.label

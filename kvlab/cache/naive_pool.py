@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvlab.cache.arena import SINK
-from kvlab.spec import AllocationFailed, RequestId, StreamKey
+from kvlab.cache.naive_prompts import Slot, Slots, is_end
+from kvlab.spec import AllocationFailed, RequestId, Span, StreamKey
 
 Root = tuple[bytes, str, str]  # base root, label, salt
-Ids = tuple[int, ...]
 
 
 @dataclass
@@ -18,12 +18,16 @@ class NaiveEntry:
 
     page: int
     stamp: int
-    parent: Ids | None
+    parent: Slots | None
 
 
 @dataclass
 class NaiveStream:
-    """A stream. ``known`` = every id the keys cover, None without a chain; ``grows`` = generated ids join it."""
+    """A stream. ``known`` = every slot the keys cover, None without a chain; ``grows`` = generated ids join it.
+
+    ``own`` = slots used on the last leased page where it is a private copy. ``walked`` = slots of walks served whole,
+    ``served`` = those of the walk under way.
+    """
 
     pages: list[int] = field(default_factory=list)
     stored: int = 0
@@ -32,7 +36,12 @@ class NaiveStream:
     converted: bool = False
     in_flight: bool = False
     root: Root = (b"", "", "")
-    known: list[int] | None = None
+    known: list[Slot] | None = None
+    prompt: list[Slot] = field(default_factory=list)
+    layout: tuple[Span, ...] = ()
+    own: int = 0
+    walked: int = 0
+    served: int = 0
     prompt_slots: int = 0
     grows: bool = False
     cursor: int = 0
@@ -47,14 +56,15 @@ class NaivePool:
         self.free = list(range(1, num_pages))
         self.clock = 0
         self.streams: dict[StreamKey, NaiveStream] = {}
-        self.entries: dict[Root, dict[Ids, NaiveEntry]] = {}
+        self.entries: dict[Root, dict[Slots, NaiveEntry]] = {}
         self.pins: dict[str, list[int]] = {}
+        self.held: list[int] = []  # a page that is about to be copied
         self.sealed: set[int] = set()  # pages that were cached since they were taken: never to be written again
 
     def owners(self, page: int) -> int:
         """How many lists name ``page``."""
         lists = [[SINK], [e.page for entries in self.entries.values() for e in entries.values()]]
-        lists += self.pins.values()
+        lists += [*self.pins.values(), self.held]
         lists += [s.pages for s in self.streams.values()] + [s.lease for s in self.streams.values()]
         return sum(listed.count(page) for listed in lists)
 
@@ -73,7 +83,12 @@ class NaivePool:
     def _drop_lease(self, stream: NaiveStream, keep: int = 0) -> None:
         surplus = stream.lease[keep:]
         stream.lease = stream.lease[:keep]
+        stream.own = 0 if surplus else stream.own
         self._let_go(surplus)
+
+    def leased(self, stream: NaiveStream) -> int:
+        """Slots that the lease covers."""
+        return len(stream.lease) * self.page_size - (self.page_size - stream.own if stream.own else 0)
 
     def _drop_pages(self, stream: NaiveStream) -> None:
         pages, stream.pages = stream.pages, []
@@ -84,15 +99,21 @@ class NaivePool:
         need = -(-total // self.page_size) - len(stream.pages)
         if need <= 0:
             return None
+        pages = self._take(need)
+        if pages is None:
+            return AllocationFailed(need - len(self.free) - len(self._evictable()), rid, label)
+        stream.pages += pages
+        return None
+
+    def _take(self, need: int) -> list[int] | None:
         short = need - len(self.free)
         if short > 0:
-            reachable = len(self._evictable())
-            if reachable < short:
-                return AllocationFailed(short - reachable, rid, label)
+            if len(self._evictable()) < short:
+                return None
             self.evict(short)
-        stream.pages += self.free[:need]
+        pages = self.free[:need]
         del self.free[:need]
-        return None
+        return pages
 
     # -- cached pages
 
@@ -109,16 +130,16 @@ class NaivePool:
         self._let_go(victims)
         return len(victims)
 
-    def _chosen(self, choose: Callable[[Sequence[int]], int]) -> tuple[Root, Ids]:
+    def _chosen(self, choose: Callable[[Sequence[int]], int]) -> tuple[Root, Slots]:
         """Ask which of the leaves goes; anything else is a KeyError."""
         leaves = {self.entries[root][ids].page: (root, ids) for root, ids in self._leaves()}
         return leaves[choose(list(leaves))]
 
-    def _age(self, root: Root, ids: Ids) -> tuple[int, int]:
+    def _age(self, root: Root, ids: Slots) -> tuple[int, int]:
         entry = self.entries[root][ids]
         return entry.stamp, entry.page
 
-    def _leaves(self) -> list[tuple[Root, Ids]]:
+    def _leaves(self) -> list[tuple[Root, Slots]]:
         """Entries that may go now."""
         return [
             (root, ids)
@@ -127,24 +148,24 @@ class NaivePool:
             if self.owners(entry.page) == 1 and not any(e.parent == ids for e in entries.values())
         ]
 
-    def _evictable(self) -> list[tuple[Root, Ids]]:
+    def _evictable(self) -> list[tuple[Root, Slots]]:
         """Entries that could go in some order: nobody names them, nor an entry behind them."""
         pinned = set()
         for root, entries in self.entries.items():
             for ids, entry in entries.items():
-                at: Ids | None = ids if self.owners(entry.page) > 1 else None
+                at: Slots | None = ids if self.owners(entry.page) > 1 else None
                 while at is not None:
                     pinned.add((root, at))
                     at = entries[at].parent
         return [(root, ids) for root, entries in self.entries.items() for ids in entries if (root, ids) not in pinned]
 
-    def _file(self, stream: NaiveStream, known: list[int]) -> None:
+    def _file(self, stream: NaiveStream, known: list[Slot]) -> None:
         filled = min(stream.stored, len(known)) // self.page_size
         if stream.cursor >= filled:
             return
         entries = self.entries.get(stream.root, {})
 
-        def prefix(num_pages: int) -> Ids:
+        def prefix(num_pages: int) -> Slots:
             return tuple(known[: num_pages * self.page_size])
 
         while stream.cursor and prefix(stream.cursor) not in entries:
@@ -163,3 +184,19 @@ class NaivePool:
             entries[prefix(position + 1)] = entry
             self.sealed.add(entry.page)
         stream.cursor = filled
+
+    def _keep_end(self, stream: NaiveStream, known: list[Slot]) -> None:
+        """A picture was just written that ends inside a page: keep a copy of the page, if one is free."""
+        stop = stream.stored
+        position = stop // self.page_size
+        entries = self.entries.get(stream.root, {})
+        before = tuple(known[: position * self.page_size])
+        if not stop % self.page_size or stop > len(stream.prompt) or not is_end(known, stop):
+            return
+        if not self.free or tuple(known[:stop]) in entries or (position and before not in entries):
+            return
+        is_counted = position > 0 and self.owners(entries[before].page) > 1
+        self.clock += 1
+        entry = NaiveEntry(self.free.pop(0), self.clock, before if is_counted else None)
+        self.entries.setdefault(stream.root, {})[tuple(known[:stop])] = entry
+        self.sealed.add(entry.page)

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from kvlab import events
 from kvlab.cache.arena import PageArena
-from kvlab.cache.chain import PrefixChain
+from kvlab.cache.chain import PictureEnd, PrefixChain
 from kvlab.cache.host import HostPages
 from kvlab.cache.index import PrefixIndex
 from kvlab.cache.misses import MissLog
@@ -167,6 +167,10 @@ class PagePool:
         if self.record is not None:
             self.record(events.PagesLeased(stream.rid, stream.label, list(pages)))
 
+    def leased_slots(self, stream: CacheStream) -> int:
+        """Slots that the lease of ``stream`` covers."""
+        return stream.lent_pages * self.page_size + stream.end_slots
+
     def recall(self, stream: CacheStream, chain: PrefixChain, index: PrefixIndex, limit: int) -> None:
         """Lengthen the lease of ``stream``, up to ``limit`` pages, by cached pages on the host that follow it."""
         begin = len(stream.lease or ())
@@ -200,22 +204,22 @@ class PagePool:
         if stream.lease is None or keep >= len(stream.lease):
             return
         surplus = stream.lease[keep:]
-        stream.lease = stream.lease[:keep] or None
+        stream.lease, stream.end_slots = stream.lease[:keep] or None, 0
         self.arena.release(surplus)
         if self.record is not None:
             self.record(events.LeaseReleased(stream.rid, stream.label, surplus, why))
 
     def convert_lease(self, stream: CacheStream) -> None:
         """Make the lease the stream's own leading pages; empty pages that a refused admit left go back first."""
-        lease = stream.lease or []
+        lease, slots, hits = stream.lease or [], self.leased_slots(stream), stream.lent_pages
         self.release_pages(stream, "empty")
-        stream.page_indices, stream.lease = lease, None
-        stream.hits, stream.converted = len(lease), True
+        stream.page_indices, stream.lease, stream.end_slots = lease, None, 0
+        stream.hits, stream.converted = hits, True
         stream.generation += 1
-        self.retain(stream, lease, 0)
+        self.retain(stream, lease[:hits], 0)
         if self.record is not None:
             self.record(events.LeaseConverted(stream.rid, stream.label, list(lease)))
-        self.set_length(stream, len(lease) * self.page_size, "lease")
+        self.set_length(stream, slots, "lease")
 
     # -- the index
 
@@ -238,12 +242,15 @@ class PagePool:
             if chosen := pages[max(span.start - position, 0) : max(span.stop - position, 0)]:
                 self.index.retain(chosen, wish.priority, wish.duration_s)
 
-    def tell_indexed(self, stream: CacheStream, chain: PrefixChain, page: int, position: int) -> None:
-        """A page of ``stream`` entered the index."""
-        key = chain.keys[position]
+    def tell_indexed(
+        self, stream: CacheStream, chain: PrefixChain, page: int, position: int, end: PictureEnd | None = None
+    ) -> None:
+        """A page of ``stream`` entered the index, or the copy of one that is cut at the ``end`` of a picture."""
+        key = chain.keys[position] if end is None else end.key
         if self.miss_log is not None:
             parent_key = chain.keys[position - 1] if position else b""
-            self.miss_log.filed(stream.root, stream.root_name, parent_key, key, chain.ids_of_page(position))
+            ids = chain.ids_of_page(position) if end is None else end.ids
+            self.miss_log.filed(stream.root, stream.root_name, parent_key, key, ids)
         if self.record is not None and self.index is not None:
             root, parent = stream.root.hex()[:16], self.index.parent_of(page)
             self.record(events.PageIndexed(stream.rid, stream.label, page, key.hex()[:16], root, parent, position))

@@ -124,12 +124,12 @@ class Remote:
         chain, index = stream.chain, self._pool.index
         if chain is None or index is None or not stream.is_fresh:
             return
-        limit = record.seq_len // self._pool.page_size
+        limit = min(record.seq_len // self._pool.page_size, chain.keyed_pages)
         self._pool.cut_lease(stream, 0, "retrieved")
         pages = index.lookup(stream.root, chain.keys)[:limit]
         if pages:
             self._pool.lease(stream, pages)
-        self._pool.recall(stream, chain, index, min(limit, chain.keyed_pages))
+        self._pool.recall(stream, chain, index, limit)
         if stream.lease is not None:
             self._pool.convert_lease(stream)
             stream.converted, chain.cursor = False, stream.hits

@@ -20,7 +20,7 @@ from kvlab.spec import Refusal, RequestOffloading, Segment, Step, StepContext, S
 
 log = logging.getLogger("kvlab.cache")
 
-Row = tuple[CacheStream, int]  # a stream and the tokens its step adds
+Row = tuple[CacheStream, int]  # a stream and the tokens its step adds to it, none where it does not commit
 
 
 class Stepper:
@@ -75,12 +75,23 @@ class Stepper:
             InputError: a negative span, an unknown request, or one stream twice.
             IntegrityError: a stream whose last step has neither committed nor been aborted.
         """
-        rows = [(self._table.stream_of(s.rid, s.label), s.span) for s in step.segments if s.rid in ctx.request_ids]
-        if len({stream.key for stream, _ in rows}) < len(rows):
-            raise InputError(f"step {step.index} names a stream twice: {[stream.key for stream, _ in rows]}")
-        for stream, span in rows:
-            if span < 0:
-                raise InputError(f"step {step.index} extends stream {stream.key} by {span} tokens; give 0 or more")
+        segments = [s for s in step.segments if s.rid in ctx.request_ids]
+        keys = [(s.rid, s.label) for s in segments]
+        if len(set(keys)) < len(keys):
+            raise InputError(f"step {step.index} names a stream twice: {keys}")
+        for segment in segments:
+            if segment.span < 0:
+                what = f"extends stream {segment.rid, segment.label} by {segment.span} tokens"
+                raise InputError(f"step {step.index} {what}; give 0 or more")
+            if segment.prefix is not None and step.commit:
+                raise InputError(
+                    f"step {step.index} commits, and its row {segment.rid, segment.label} would read another stream"
+                )
+        if step.commit:
+            rows = [(self._table.stream_of(*key), s.span) for key, s in zip(keys, segments, strict=True)]
+        else:  # rows that read one stream are one
+            rows = [(self._table.stream_of(*key), 0) for key in dict.fromkeys(map(_read_key, segments))]
+        for stream, _ in rows:
             if stream.step_in_flight:
                 raise IntegrityError(f"stream {stream.key} is in a step already; commit or abort that first")
         return rows
@@ -91,11 +102,22 @@ class Stepper:
         if stream.lease is None and stream.lease_agreed:
             raise IntegrityError(f"the step of {stream.key} was cut to a lease that is gone since; probe again and cut anew")
         if stream.lease is not None and not stream.lease_agreed:
-            self._pool.cut_lease(stream, 0, "not agreed")  # the step was not cut to it
+            self._cut_unagreed(stream)
         if stream.lease is not None:
             self._pool.convert_lease(stream)
             if stream.chain is not None:
                 stream.chain.cursor = stream.hits
+
+    def _cut_unagreed(self, stream: CacheStream) -> None:
+        """The step was not cut to the lease: keep what served earlier walks."""
+        if stream.walked == self._pool.leased_slots(stream):
+            return
+        if stream.walked % self._pool.page_size:
+            raise IntegrityError(
+                f"the step of {stream.key} was not cut to its lease, of which earlier walks were served {stream.walked} slots, "
+                "not whole pages; apply the match before admitting"
+            )
+        self._pool.cut_lease(stream, stream.walked // self._pool.page_size, "not agreed")
 
     def _reserve(self, step: Step, rows: list[Row], forks: list[OpenFork]) -> Refusal | None:
         """Fork targets, then segments; each stream gets all it needs or nothing, and earlier ones keep what they got."""
@@ -116,7 +138,22 @@ class Stepper:
         for fork in self._forks.of_step(step, ctx):
             if fork.fork.when == "pre":
                 self._forks.copy(fork)
-        return tuple(self._row(segment, ctx) for segment in step.segments)
+        row = self._row if step.commit else self._reading_row
+        return tuple(row(segment, ctx) for segment in step.segments)
+
+    def _reading_row(self, segment: Segment, ctx: StepContext) -> StepRow:
+        """What a row reads that stores nothing: its stream as it is, or the beginning of another one, in place."""
+        rid, label, span, prefix = segment.rid, segment.label, segment.span, segment.prefix
+        if rid not in ctx.request_ids:
+            return StepRow(rid, label, [], 0, span)
+        stream = self._table.stream_of(*_read_key(segment))
+        length = stream.stored_len if prefix is None else prefix.slots
+        if prefix is not None and (length > stream.stored_len or stream.released):
+            raise InputError(
+                f"a row of {rid!r}, {label!r} reads the first {length} slots of stream {stream.key}, which stores "
+                f"{stream.stored_len} and has released {stream.released}; a prefix is read while all of it is there"
+            )
+        return StepRow(rid, label, stream.page_indices[: self._pool.pages_for(length)], length, span)
 
     def _row(self, segment: Segment, ctx: StepContext) -> StepRow:
         rid, label, span = segment.rid, segment.label, segment.span
@@ -136,7 +173,12 @@ class Stepper:
     def commit(self, step: Step, ctx: StepContext) -> None:
         """The writes happened: lengths grow, full pages are filed, and forks of what was written are carried out."""
         landed = self._land(step, ctx)
+        for rid, _ in landed:
+            if (request := self._table.requests[rid]).served:
+                request.end_walk()
         if not step.commit:
+            for read in landed.values():
+                read.converted = False
             return
         for segment in step.segments:
             stream = landed.get((segment.rid, segment.label))
@@ -149,7 +191,7 @@ class Stepper:
 
     def _land(self, step: Step, ctx: StepContext) -> dict[StreamKey, CacheStream]:
         """Take the marks off; streams that were rewound or removed since are not in the step any more."""
-        named = (*((s.rid, s.label) for s in step.segments), *((f.rid, f.target) for f in step.forks))
+        named = (*map(_read_key, step.segments), *((f.rid, f.target) for f in step.forks))
         streams = [self._table.in_flight(rid, label, ctx) for rid, label in named]
         landed = {stream.key: stream for stream in streams if stream is not None}
         for stream in landed.values():
@@ -177,3 +219,8 @@ class Stepper:
     def abort(self, step: Step, ctx: StepContext) -> None:
         """The writes did not happen: nothing is filed, and the streams may be admitted again."""
         self._land(step, ctx)
+
+
+def _read_key(segment: Segment) -> StreamKey:
+    """The stream whose pages a row reads."""
+    return segment.rid, segment.label if segment.prefix is None else segment.prefix.label

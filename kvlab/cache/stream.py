@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvlab.cache.chain import PrefixChain
+from kvlab.cache.layouts import LaidOut
 from kvlab.spec import PendingRead, RequestId, Retention, RetentionPolicy, StreamKey
 
 
@@ -36,6 +37,8 @@ class CacheStream:
         converted  [L0 L1 L2 | P3 P4]                stored_len = 3 pages, P private and still empty
         committed  [L0 L1 L2 | P3 P4]                stored_len = 3 pages + span; L lent (hits), P offered when full
 
+    A lease may end with one page of its own, [L0 L1 L2 | E]: the copy of a page up to a picture's end.
+
     ``page_indices`` is a high-water list: it may hold more pages than ``stored_len`` needs.
     """
 
@@ -49,8 +52,12 @@ class CacheStream:
     protected_prefix: int = 0  # tokens that no window releases
     window: RetentionPolicy | None = None
     chain: PrefixChain | None = None
+    laid: LaidOut | None = None  # what the chain began with; outlives it
     chain_end: ChainEnd | None = None
     lease: list[int] | None = None
+    end_slots: int = 0  # slots used on the last leased page, which is a private copy; 0 = whole lent pages only
+    walked: int = 0  # slots of earlier walks that the lease served, while nothing of the stream was computed
+    cut_from: int = 0  # a match that ended inside a picture went up to here
     recalled_from: int | None = None  # leading pages found on the device; those after them came back from the host
     lease_agreed: bool = False  # the engine trimmed the step to the lease
     converted: bool = False  # a lease became pages and its step has not committed yet
@@ -71,6 +78,18 @@ class CacheStream:
     def key(self) -> StreamKey:
         """(request, label)."""
         return self.rid, self.label
+
+    @property
+    def begins_at(self) -> int:
+        """The slot that the walk under way begins at."""
+        if self.offloaded:
+            return self.host_len
+        return self.walked if self.converted or not self.stored_len else self.stored_len
+
+    @property
+    def lent_pages(self) -> int:
+        """Leased pages that the index owns too."""
+        return len(self.lease or ()) - (self.end_slots > 0)
 
     @property
     def is_windowed(self) -> bool:

@@ -15,18 +15,27 @@ from kvlab.spec import Miss, RequestConfig, RequestId, StepContext
 
 @dataclass(slots=True)
 class KVRequest:
-    """A request as the KV resource knows it. ``notes``: label -> first slot -> causes of what one walk computed."""
+    """A request as the KV resource knows it. ``notes``: label -> first slot -> causes of what one walk computed.
+    ``served``: slots of the walk under way, by label, that need not run at all.
+    """
 
     rid: RequestId
     config: RequestConfig
     streams: dict[str, CacheStream] = field(default_factory=dict)
     notes: dict[str, dict[int, tuple[Miss, ...]]] = field(default_factory=dict)
     told: set[tuple[str, int]] = field(default_factory=set)
+    served: dict[str, int] = field(default_factory=dict)
 
     def brought_keys(self, label: str) -> bool:
         """True when the worker keyed the prompt of ``label``."""
         prompt = self.config.prompts.get(label)
         return prompt is not None and bool(prompt.keys)
+
+    def end_walk(self) -> None:
+        """The walk under way is over: what was served of it lies behind."""
+        for label, slots in self.served.items():
+            self.streams[label].walked += slots
+        self.served.clear()
 
 
 class StreamTable:
@@ -91,6 +100,7 @@ class StreamTable:
         for stream in request.streams.values():
             self.rewind_stream(stream, free)
         request.notes.clear()
+        request.served.clear()
         self.seed(request)
 
     def rewind_stream(self, stream: CacheStream, free: bool) -> None:
@@ -101,10 +111,10 @@ class StreamTable:
         self._pool.drop_host_copy(stream, "reset")
         self._pool.set_length(stream, 0, "reset")
         stream.converted = stream.lease_agreed = stream.step_in_flight = False
-        stream.hits = stream.released = stream.protected_prefix = 0
+        stream.hits = stream.released = stream.protected_prefix = stream.walked = stream.cut_from = 0
         stream.window = stream.recalled_from = stream.peer = None
         stream.read, stream.read_error = None, ""
-        stream.chain = stream.chain_end = None
+        stream.chain = stream.chain_end = stream.laid = None
         stream.generation += 1
         stream.reset_generation += 1
 
@@ -117,8 +127,10 @@ class StreamTable:
             self._pool.drop_host_copy(stream, "removed")
 
     def drop_leases(self) -> None:
-        """No stream holds a lease any more."""
+        """No stream holds a lease any more. One that served whole walks became what the stream stores: they will not run."""
         for stream in self.all_streams():
+            if stream.walked and stream.lease is not None:
+                self._pool.convert_lease(stream)
             self._pool.cut_lease(stream, 0, CACHE_RESET)
 
     def rekey(self) -> None:

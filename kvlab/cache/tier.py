@@ -84,6 +84,14 @@ class HostTier:
         self._store.from_host(host_pages, pages)
         self.host.give(host_pages)
 
+    def copy_out(self, root: bytes, key: bytes, pages: list[int]) -> bool:
+        """Copy what is here under ``key`` to the device and keep it; False when it is not here."""
+        if (root, key) not in self._pages:
+            return False
+        self._pages.move_to_end((root, key))
+        self._store.from_host([self._pages[root, key]], pages)
+        return True
+
     def clear(self, reason: str) -> None:
         """Drop every page."""
         host_pages = list(self._pages.values())

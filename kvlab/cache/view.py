@@ -72,8 +72,8 @@ class PoolView(Resource):
         """Pages of a request: (taken from the free list, lent by the index or leased)."""
         with self._lock:
             streams = self.streams_of(rid).values()
-            lent = sum(stream.hits + len(stream.lease or ()) for stream in streams)
-            return sum(len(stream.page_indices) - stream.hits for stream in streams), lent
+            lent = sum(stream.hits + stream.lent_pages for stream in streams)
+            return sum(len(s.page_indices) - s.hits + (s.end_slots > 0) for s in streams), lent
 
     # -- streams
 

@@ -11,7 +11,9 @@ from kvlab.errors import InputError
 class ChunkRule:
     """Cut a prefill so that one step computes at most ``max_step_tokens`` prompt tokens over all its rows.
 
-    >>> ChunkRule(8).cut(start=0, remaining=20, budget=8)
+    What cannot be cut, a picture or a text that several labels read, runs whole whatever its size.
+
+    >>> ChunkRule(8).cut(remaining=20, budget=8)
     8
     """
 
@@ -21,6 +23,6 @@ class ChunkRule:
         if isinstance(self.max_step_tokens, bool) or not isinstance(self.max_step_tokens, int) or self.max_step_tokens < 1:
             raise InputError(f"max_step_tokens is {self.max_step_tokens!r}; it must be a whole number of at least 1")
 
-    def cut(self, *, start: int, remaining: int, budget: int) -> int:
-        """Return how many of ``remaining`` tokens, the first at slot ``start``, run in this step."""
+    def cut(self, *, remaining: int, budget: int) -> int:
+        """Return how many of ``remaining`` tokens run in this step."""
         return min(remaining, budget)

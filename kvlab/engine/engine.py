@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Number
 from typing import Any, overload
 
@@ -13,6 +13,7 @@ from kvlab.attention.base import AttentionBackend
 from kvlab.cache.kv import KVResource
 from kvlab.engine.chunks import ChunkRule
 from kvlab.engine.declare import check_declaration, moved_root, open_caches
+from kvlab.engine.encoders import EncoderMemo
 from kvlab.engine.gate import AdmissionOptions, Gate
 from kvlab.engine.handle import RequestHandle, finished
 from kvlab.engine.handover import HandedOver
@@ -23,38 +24,20 @@ from kvlab.engine.offloads import Offloads
 from kvlab.engine.positions import Positions
 from kvlab.engine.preprocess import PreprocessWorker
 from kvlab.engine.request import GenerationResult, Request, RequestOptions, StreamChunk, read_options
+from kvlab.engine.rounds import Rounds
 from kvlab.engine.run import Run
-from kvlab.engine.sampler import Sampled, Sampler
+from kvlab.engine.sampler import Sampler
 from kvlab.engine.skip import SkipStage
-from kvlab.engine.stepper import Outcome, Stepper
-from kvlab.errors import DeadlineError, InputError, StallError
-from kvlab.events import (
-    ModelLoaded,
-    RequestFinished,
-    RequestHeld,
-    RequestPreempted,
-    RequestStarted,
-    RequestSubmitted,
-    Stalled,
-    TokenSampled,
-    TokensMissed,
-)
+from kvlab.engine.stepper import Stepper
+from kvlab.errors import InputError
+from kvlab.events import ModelLoaded
 from kvlab.recorder import Recorder
-from kvlab.spec import (
-    AllocationFailed,
-    ModelSpec,
-    Prompt,
-    ReadPending,
-    RequestConfig,
-    RequestId,
-    Resource,
-    Walk,
-)
+from kvlab.spec import Mixed, ModelSpec, Prompt, ReadPending, RequestConfig, RequestId, Resource
 
 logger = logging.getLogger("kvlab.engine")
 
 
-class Engine:
+class Engine(Rounds):
     """Continuous batching over a paged KV cache with cross-request prefix reuse.
 
     Args:
@@ -70,6 +53,7 @@ class Engine:
         seed: of all sampling; a request's own ``seed`` overrides it.
         offload_policy: which request goes to the host when an older one lacks pages: "lru" or "priority".
         profile: "kvlab", or "published" for the published system's boundaries.
+        encoder_cache_bytes: most memory for what encoders made of pictures.
 
     Raises:
         LoadError: the model declares reuse that one of the resources cannot honour.
@@ -94,11 +78,15 @@ class Engine:
         seed: int = 0,
         offload_policy: str = "lru",
         profile: str = "kvlab",
+        encoder_cache_bytes: int = 256 << 20,
     ) -> None:
         self.model, self.kv, self.attention = model, kv, attention
         self.positions = Positions() if positions is None else positions
         self.sampler = Sampler(model.vocab_size, seed=seed) if sampler is None else sampler
-        self.preprocess = preprocess or PreprocessWorker(model.processor, model.prefix_key_streams(), {kv.key: kv.page_size})
+        self.preprocess = preprocess or PreprocessWorker(
+            model.processor, model.prefix_key_streams(), {kv.key: kv.page_size}, profile=profile
+        )
+        self.encoders = EncoderMemo(model, encoder_cache_bytes, recorder)
         self.recorder = recorder
         self._resources: tuple[Resource, ...] = (kv, attention, self.positions, self.sampler)
         self._clock, self._hold_log = clock, HoldLog(clock)
@@ -128,6 +116,8 @@ class Engine:
             sampler=self.sampler,
             skip=SkipStage(model, self._resources, profile=profile),
             chunks=chunks or ChunkRule(),
+            encoders=self.encoders,
+            count=self._count,
             make_room=self._offloads.make_room,
             settle=self._settle,
             record=recorder,
@@ -150,7 +140,7 @@ class Engine:
         """Queue a request; nothing runs until the engine steps.
 
         Args:
-            prompt: text, token ids, a chat, or a result's ``follow_up``.
+            prompt: text, token ids, a chat, texts and pictures (``spec.ask``, ``spec.draw``), or a result's ``follow_up``.
             options: fields of RequestOptions and SamplingParams; those not given are the model's own defaults.
 
         Raises:
@@ -165,7 +155,8 @@ class Engine:
     def _submit(self, prompt: Prompt, options: RequestOptions, handed: HandedOver | None = None) -> Run:
         request = Request(next(self._rids), prompt, options)
         self._notice_changed_weights()
-        run = Run(request, self.preprocess.submit(prompt, request.options.fields), self._clock(), self._round, handed=handed)
+        future = self.preprocess.submit(prompt, _fields(prompt, options))
+        run = Run(request, future, self._clock(), self._round, handed=handed)
         if run.future.done():
             self._prepare(run)
         self._waiting.append(run)
@@ -226,7 +217,7 @@ class Engine:
             self._start_waiting()
         self._in_step = True
         try:
-            outcomes = [self._stepper.run(self._round, walk, runs) for walk, runs in self._groups()]
+            outcomes = self._run_steps()
         finally:
             self._in_step = False
         with deferred_interrupts():
@@ -251,11 +242,16 @@ class Engine:
         Its pages stay until ``handle.cancel()``, which is due once the other engine has taken it over.
 
         Raises:
-            InputError: the request has no token yet, or has ended.
+            InputError: the request has no token yet, or has ended, or is more than one text answered in words.
         """
         run = next((r for r in self._running if r.rid == handle.rid), None)
         if run is None or not run.generated or run.is_parked:
             raise InputError(f"request {handle.rid} cannot be handed over: it is not running, has no token, or is on the host")
+        if not self._intake.extends_prompt(run):
+            raise InputError(
+                f"request {handle.rid} cannot be handed over: only a prompt of one text goes from engine to engine, and this "
+                "one has pictures or walks of its own; let this engine finish it"
+            )
         run.is_handed_over = True
         published = {resource.key: resource.publish(run.rid) for resource in self._resources}
         return HandedOver(run.prompt_ids, tuple(run.generated), run.walk_index, run.request.options, published)
@@ -281,17 +277,18 @@ class Engine:
             InputError: as ``submit``; the name is taken, the prompt fills no page, the pool's ``max_pinned_pages`` would be
                 exceeded, or requests under way were promised the room. Then nothing is pinned.
         """
-        options: dict[str, Any] = {"max_tokens": 0, "salt": salt, "fields": dict(fields or {})}
-        self.submit(prompt, **options).result()
-        prepared = self.preprocess.prepare(prompt, options["fields"])
-        return self.kv.pins.pin(name, RequestConfig(prepared.configs.get(self.kv.key, {}), salt=salt))
+        options = {"max_tokens": 0, "salt": salt, "fields": dict(fields or {})}
+        run = self._submit(prompt, read_options({**self.model.default_options, **options}))
+        self._handle(run).result()
+        return self.kv.pins.pin(name, RequestConfig(run.configs.get(self.kv.key, {}), salt=salt))
 
     def unpin(self, name: str) -> int:
         """Let the pages pinned as ``name`` go when room is needed; returns how many they are."""
         return self.kv.pins.unpin(name)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached page. Pages of running requests stay readable and are not offered again."""
+        """Forget every cached page and encoded picture. Pages of running requests stay readable and are not offered again."""
+        self.encoders.clear()
         dropped = [resource.reset_prefix_cache("asked") for resource in self._resources]
         return all(dropped)
 
@@ -324,222 +321,16 @@ class Engine:
         pool = f"{self.kv.usable_pages} usable pages of {self.kv.page_size}"
         return f"Engine({self.model.name}, {pool}, {len(self._running)} running, {len(self._waiting)} waiting)"
 
-    # -- from submission to start
-
     def _notice_changed_weights(self) -> None:
         version = self.model.weights_version()
         if version != self._weights_version:
             self._weights_version = version
             self._weights_epoch += 1
             logger.info("the weights of %s changed in place: its prefix cache is dropped", self.model.name)
+            self.encoders.clear()
             self._roots = moved_root(self.model, self._resources, self._weights_epoch)
 
-    def _prepare(self, run: Run) -> None:
-        self._intake.prepare(run, run.future.result())
-        if run.handed is not None:
-            run.walk_index = run.handed.walk_index
-            for token in run.handed.generated:
-                run.take(Sampled(token), self._clock())
-        if self.recorder is not None:
-            options = run.request.options
-            self.recorder(RequestSubmitted(run.rid, len(run.prompt_ids), options.max_tokens, options.name))
 
-    def _collect_prepared(self) -> None:
-        for run in [r for r in self._waiting if not r.prepared and r.future.done()]:
-            try:
-                self._prepare(run)
-            except Exception as error:
-                self._end(run, "error", error)
-
-    def _start_waiting(self) -> None:
-        if self._is_short and self._running and self._gate.options.preempts:
-            return  # what was just given back is for those that were held
-        if self._offloads.parked:
-            return  # those that made room come first
-        while self._waiting:
-            if not self._waiting[0].prepared:
-                if self._running:
-                    return
-                self._waiting[0].future.exception()  # nothing else to do: wait for the worker
-                self._collect_prepared()
-                continue
-            ready = itertools.takewhile(lambda run: run.prepared, self._waiting)
-            looked_at = itertools.islice(ready, self._gate.most_looked_at)
-            place = self._gate.choose([self._intake.claim(run) for run in looked_at], len(self._waiting))
-            if place is None and not self._running:
-                self._end(self._waiting[0], "error", self._never_fits(self._waiting[0]))
-                continue
-            if place is None:
-                return
-            run = self._waiting.pop(place)
-            self._running.append(run)
-            if self.recorder is not None:
-                self.recorder(RequestStarted(run.rid))
-
-    def _never_fits(self, run: Run) -> InputError:
-        need, supply = self._intake.claim(run).total_pages, self.kv.supply_pages()
-        return InputError(
-            f"request {run.rid} needs up to {need} pages; nothing else runs, {len(self.kv.pins)} pages are pinned, and only "
-            f"{supply} can be had; unpin something or give the pool more pages (num_pages)"
-        )
-
-    def _rounds_left(self, rid: RequestId) -> int:
-        run = self._in_flight.get(rid)
-        if run is None:
-            return 0
-        return run.tokens_left + (not self._walks[run.walk].loops)
-
-    # -- a round
-
-    def _groups(self) -> Iterator[tuple[Walk, list[Run]]]:
-        groups: dict[str, list[Run]] = {}
-        for run in self._running:
-            if run.rests:
-                continue
-            groups.setdefault(run.walk, []).append(run)
-        # prefills first: a first token is waited for, and a decode step does not depend on its neighbours
-        for name in sorted(groups, key=lambda name: self._walks[name].loops):
-            yield self._walks[name], groups[name]
-
-    def _take_outcome(self, outcome: Outcome) -> None:
-        for run, refusal in outcome.held:
-            if isinstance(refusal, ReadPending):
-                continue
-            run.held_steps += 1
-            short = refusal.pages_short if isinstance(refusal, AllocationFailed) else 0
-            self._hold_log.held(self._walks[run.walk].node, run.rid, short)
-            if self.recorder is not None and run.held_steps == 1:
-                self.recorder(RequestHeld(run.rid, getattr(refusal, "label", "main"), short))
-        for run, error in outcome.failed:
-            self._end(run, "error", error)
-
-    def _await_reads(self, outcomes: Sequence[Outcome]) -> int:
-        """Nobody could run: wait for what is read from peers. Returns how many were waited for."""
-        reading = [run.rid for outcome in outcomes for run, why in outcome.held if isinstance(why, ReadPending)]
-        for rid in reading:
-            self.kv.await_reads(rid)
-        return len(reading)
-
-    def _settle(self, run: Run, walk: Walk, sampled: Sampled | Exception | None, walk_done: bool) -> None:
-        """A row's step is committed: take its token, check for the end, extend its chain, move on in the schedule."""
-        if isinstance(sampled, Exception):
-            self._end(run, "error", sampled)
-            return
-        if sampled is not None:
-            if self._take_token(run, sampled):
-                return
-            outputs = {tensor: [[sampled.token]] for tensor in self._decode_tensors()}
-            for resource in self._resources:
-                resource.extend_prefix_chain(run.rid, walk.node, walk.name, outputs)
-        if walk_done and not walk.loops:
-            run.walk_index += 1
-        if run.cancel_requested:
-            self._end(run, "cancelled", None)
-        elif run.walk_index == len(run.schedule):
-            self._end(run, "length", None)
-
-    def _take_token(self, run: Run, sampled: Sampled) -> bool:
-        """Append a token; True when the request ended with it."""
-        chunk, reason = run.take(sampled, self._clock())
-        if self.recorder is not None:
-            self.recorder(TokenSampled(run.rid, sampled.token))
-        error: Exception | None = None
-        if run.request.options.on_token is not None:
-            try:
-                run.request.options.on_token(chunk)
-            except Exception as raised:  # the client's own fault ends its own request
-                reason, error = "error", raised
-        if reason is not None:
-            self._end(run, reason, error)
-        return reason is not None
-
-    def _decode_tensors(self) -> set[str]:
-        streams = self.model.prefix_key_streams().values()
-        return {s.tensor for by_label in streams for s in by_label.values() if s.decode_walk is not None}
-
-    # -- how requests end
-
-    def _end_overdue(self) -> None:
-        now_s = self._clock()
-        for run in [*self._running, *self._waiting]:
-            if run.cancel_requested:
-                self._end(run, "cancelled", None)
-            elif run.past_deadline(now_s, self._round):
-                message = (
-                    f"request {run.rid} passed its deadline after {self._round - run.submitted_step} steps and "
-                    f"{now_s - run.submitted_s:.1f} s: {len(run.generated)} tokens generated, {run.held_steps} steps held"
-                )
-                self._end(run, "deadline", DeadlineError(message))
-
-    def _preempt_for(self, held: Sequence[Run], num_ran: int) -> bool:
-        """Send the newest request back to the queue when a decode lacks a page, or when nobody could run."""
-        needy = next((run for run in held if num_ran == 0 or self._walks[run.walk].loops), None)
-        at_work = [run for run in self._running if not run.rests]
-        victims = [run for run in at_work if run.can_start_over]
-        if needy is None or not self._gate.options.preempts or len(at_work) < 2 or not victims:
-            return False
-        self._preempt(victims[-1], needy)
-        return True
-
-    def _preempt(self, victim: Run, needy: Run) -> None:
-        taken = sum(self.kv.pages_taken(victim.rid))
-        prepared = self.preprocess.prepare([*victim.prompt_ids, *victim.generated])
-        self._intake.send_back(victim, prepared)
-        self._gate.release(victim.rid)
-        self._running.remove(victim)
-        self._waiting.insert(0, victim)
-        if self.recorder is not None:
-            self.recorder(RequestPreempted(victim.rid, needy.rid, len(victim.generated), taken))
-
-    def _stop_if_stalled(self, held: Sequence[Run]) -> None:
-        if any(run.has_deadline for run in held):
-            return
-        live = self.kv.usable_pages - self.kv.arena.num_free
-        settings = ", ".join(f"{name} is {value}" for name, value in self._gate.facts().items())
-        error = StallError(
-            f"all {len(held)} running requests wait for pages and nothing can free one: {live} of {self.kv.usable_pages} "
-            f"usable pages are in use (page size {self.kv.page_size}); {settings}; give the pool more pages (num_pages), give "
-            "host pages (cpu_offload_pages), set max_concurrent_requests so that all of them fit at their final length, or "
-            "admit with admission='reserve'"
-        )
-        if self.recorder is not None:
-            self.recorder(Stalled([run.rid for run in held], self.kv.usable_pages, live, settings))
-        for run in held:
-            self._end(run, "error", error)
-        raise error
-
-    def _cancel(self, run: Run) -> None:
-        if self._in_step:
-            run.cancel_requested = True
-            return
-        with deferred_interrupts():
-            self._end(run, "cancelled", None)
-
-    def _end(self, run: Run, reason: str, error: Exception | None) -> None:
-        if run.result is not None:
-            return
-        (self._running if run in self._running else self._waiting).remove(run)
-        del self._in_flight[run.rid]
-        run.future.cancel()
-        self._gate.release(run.rid)
-        misses = [miss for resource in self._resources for miss in resource.cached_misses(run.rid)]
-        if run.prepared:  # otherwise no resource has heard of it
-            self._remember_keys(run)
-        for resource in self._resources:
-            resource.remove_request(run.rid)
-        run.result = run.to_result(
-            reason, now_s=self._clock(), page_size=self.kv.page_size, model=self.model.identity, misses=misses, error=error
-        )
-        if self.recorder is not None:
-            for m in run.result.misses:
-                self.recorder(TokensMissed(run.rid, m.label, m.start, m.stop, m.cause, m.evidence))
-            message = "" if error is None else str(error)
-            cached, ttft_ms = run.result.cached_tokens, run.result.ttft_ms
-            self.recorder(RequestFinished(run.rid, reason, cached, len(run.generated), ttft_ms, message))
-
-    def _remember_keys(self, run: Run) -> None:
-        """Leave the key list with the worker, so that a follow-up hashes only what it adds."""
-        keys = self.kv.page_keys(run.rid, "main")
-        if keys:
-            ids = [*run.prompt_ids, *run.generated][: len(keys) * self.kv.page_size]
-            self.preprocess.remember(self.kv.key, ids, keys)
+def _fields(prompt: Prompt, options: RequestOptions) -> Mapping[str, Any]:
+    """What the processor is told beside the prompt. Noise drawn from the seed is part of what a picture is."""
+    return {**options.fields, "seed": options.sampling.seed} if isinstance(prompt, Mixed) else options.fields

@@ -21,6 +21,9 @@ ADMISSIONS = ("reserve", "peak", "none")
 ORDERS = ("fifo", "backfill")
 PROTECTIONS = ("easy",)
 
+#: Rounds left to a request of which only its model knows how often it loops.
+UNKNOWN_ROUNDS = 1 << 30
+
 
 @dataclass(frozen=True)
 class AdmissionOptions:
@@ -112,7 +115,7 @@ class Gate:
     """Admits requests to one pool.
 
     Args:
-        rounds_left: rounds until a request ends, at most; 0 once it has ended.
+        rounds_left: rounds until a request ends, at most; 0 once it has ended, UNKNOWN_ROUNDS where nobody can say.
         record: event sink, or None.
     """
 
@@ -181,7 +184,7 @@ class Gate:
         for place in range(1, min(len(waiting), self.options.backfill_window + 1)):
             claim = waiting[place]
             hit = self._pool.peek_prefix(claim.rid)
-            is_gone_in_time = self._rounds_left(claim.rid) <= shadow_round
+            is_gone_in_time = self._rounds_left(claim.rid) <= shadow_round < UNKNOWN_ROUNDS
             if (is_gone_in_time or claim.total_pages - len(hit) <= spare_pages) and fits(
                 claim, len(hit), self._pool.supply_pages(hit)
             ):

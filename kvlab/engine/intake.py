@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvlab.cache.kv import KVResource
@@ -20,35 +20,44 @@ class Intake:
 
     def __init__(self, model: ModelSpec, kv: KVResource, resources: Sequence[Resource]) -> None:
         self._model, self._kv, self._resources = model, kv, tuple(resources)
+        self._walks = dict(model.walks())
 
     def prepare(self, run: Run, prepared: Prepared) -> None:
         """Complete ``run`` and tell every resource about it.
 
         Raises:
-            InputError: the request overflows the context, or could never fit the pool; no resource has heard of it then.
+            InputError: the request overflows the context, could never fit the pool, or asks for what does not go with pictures;
+                no resource has heard of it then.
         """
         options = run.request.options
-        run.record, run.prompt_ids = prepared.record, tuple(self._main_ids(prepared))
-        run.input_tokens = len(run.prompt_ids)
-        self._check_fits(run, options)
+        run.record, run.configs, run.prompt_ids = prepared.record, prepared.configs, tuple(self._main_ids(prepared))
         run.schedule = self._model.schedule(prepared.record, options.max_tokens)
+        run.prompt_slots = run.input_tokens = self._slots(run, options.max_tokens)["main"][0]
+        self._check_options(run, options)
+        self._check_fits(run, options)
         own_stops = () if options.ignore_eos else self._model.processor.stop_ids
         run.stop_ids = frozenset((*options.stop_ids, *own_stops))
         run.text = TextStream(self._model.processor.decode, options.stop)
-        self._ingest(run, prepared)
+        self._ingest(run)
         run.prepared = True
 
-    def send_back(self, run: Run, prepared: Prepared) -> None:
-        """Let ``run`` begin anew with ``prepared``: its prompt and what it has generated."""
+    def extends_prompt(self, run: Run) -> bool:
+        """True when a request that starts over may take what it has generated for part of its prompt: plain text."""
+        return not run.is_laid_out and self._walks[run.schedule[0]].samples
+
+    def send_back(self, run: Run, prepared: Prepared | None) -> None:
+        """Let ``run`` begin anew: with ``prepared``, which is its prompt and what it has generated, or to replay that."""
         misses = [miss for resource in self._resources for miss in resource.cached_misses(run.rid)]
+        run.send_back(misses)
+        if prepared is not None:
+            run.configs = prepared.configs
+            run.extend_prompt(replace(prepared.record, fork=run.record.fork))
         for resource in self._resources:
-            resource.resume_request(run.rid, _config(prepared, resource, run.request.options))
-        run.send_back(replace(prepared.record, fork=run.record.fork), misses)
+            resource.resume_request(run.rid, _config(run, resource))
 
     def claim(self, run: Run) -> Claim:
         """What ``run`` will hold until its end."""
-        tokens = run.request.options.max_tokens - (run.input_tokens - len(run.prompt_ids))
-        slots = self._model.slots(run.record, tokens)
+        slots = self._slots(run, run.request.options.max_tokens - (run.input_tokens - run.prompt_slots))
         prompt_pages = sum(self._kv.pages_needed(prompt) for prompt, _ in slots.values())
         window = run.request.options.window_policy
         if window is not None:
@@ -57,10 +66,13 @@ class Intake:
         total_pages = sum(self._kv.pages_needed(end) for _, end in slots.values())
         return Claim(run.rid, total_pages, prompt_pages, sum(end > prompt for prompt, end in slots.values()))
 
-    def _ingest(self, run: Run, prepared: Prepared) -> None:
+    def _slots(self, run: Run, max_tokens: int) -> Mapping[str, tuple[int, int]]:
+        return self._model.slots(run.record, max_tokens)
+
+    def _ingest(self, run: Run) -> None:
         try:
             for resource in self._resources:
-                resource.ingest_request(run.rid, _config(prepared, resource, run.request.options))
+                resource.ingest_request(run.rid, _config(run, resource))
         except Exception:
             for resource in self._resources:  # one of them refused: none may remember the request
                 resource.remove_request(run.rid)
@@ -71,28 +83,48 @@ class Intake:
         tensor = streams["main"].tensor if "main" in streams else next(iter(prepared.record.tensors))
         return prepared.record.tensors[tensor]
 
+    def _check_options(self, run: Run, options: RequestOptions) -> None:
+        self._check_token_ids(options)
+        several = run.is_laid_out or sum(end > 0 for _, end in self._slots(run, options.max_tokens).values()) > 1
+        for name, is_asked in (("window", options.window is not None), ("prompt_logprobs", run.wants_prompt_logprobs)):
+            if several and is_asked:
+                raise InputError(
+                    f"{name} is for a prompt of one text, and this one has pictures, several texts or guidance; leave it out"
+                )
+
     def _check_fits(self, run: Run, options: RequestOptions) -> None:
-        prompt_tokens = len(run.prompt_ids)
-        total, context = prompt_tokens + options.max_tokens, self._model.max_seq_len
-        if total > context:
+        self._check_context(run, options)
+        if options.window_policy is not None and options.window_policy.protected_prefix > run.prompt_slots:
             raise InputError(
-                f"the prompt has {prompt_tokens} tokens and max_tokens is {options.max_tokens}: {total} together, and the "
-                f"context of {self._model.name} is {context}; shorten the prompt or ask for at most "
-                f"{max(context - prompt_tokens, 0)} tokens"
-            )
-        if options.window_policy is not None and options.window_policy.protected_prefix > prompt_tokens:
-            raise InputError(
-                f"the window protects {options.window_policy.protected_prefix} tokens and the prompt has {prompt_tokens}; "
+                f"the window protects {options.window_policy.protected_prefix} tokens and the prompt has {run.prompt_slots}; "
                 "protect at most the prompt"
             )
-        self._check_token_ids(options)
         pages = self.claim(run).total_pages
         if pages > self._kv.usable_pages:
             raise InputError(
-                f"the request needs up to {pages} pages ({prompt_tokens} prompt tokens, max_tokens {options.max_tokens}, "
+                f"the request needs up to {pages} pages ({run.prompt_slots} prompt tokens, max_tokens {options.max_tokens}, "
                 f"page size {self._kv.page_size}) and the pool has {self._kv.usable_pages} usable ones; "
                 f"load with num_pages={pages + 1} or more"
             )
+
+    def _check_context(self, run: Run, options: RequestOptions) -> None:
+        """The context is counted in rope ids, of which a picture has one."""
+        positions, context = self._prompt_positions(run), self._model.max_seq_len
+        walks = [self._walks[name] for name in run.schedule]
+        prompt, end = self._slots(run, options.max_tokens)["main"]
+        new = max(end - prompt, options.max_tokens if any(w.samples for w in walks) else 0)
+        total = positions + new + any(not walk.commits for walk in walks)  # what is drawn stands at one more
+        if total > context:
+            what = "tokens" if positions == run.prompt_slots else f"positions ({run.prompt_slots} slots)"
+            raise InputError(
+                f"the prompt has {positions} {what} and max_tokens is {options.max_tokens}: {total} together, and the "
+                f"context of {self._model.name} is {context}; shorten the prompt or ask for at most "
+                f"{max(context - (total - options.max_tokens), 0)} tokens"
+            )
+
+    def _prompt_positions(self, run: Run) -> int:
+        layout = run.record.layouts.get(self._kv.key, {}).get("main", ())
+        return sum(span.advance for span in layout) if layout else run.prompt_slots
 
     def _check_token_ids(self, options: RequestOptions) -> None:
         size = self._model.vocab_size
@@ -102,9 +134,10 @@ class Intake:
                     raise InputError(f"{name} names token {token}, and the vocabulary has ids 0..{size - 1}")
 
 
-def _config(prepared: Prepared, resource: Resource, options: RequestOptions) -> RequestConfig:
+def _config(run: Run, resource: Resource) -> RequestConfig:
+    options = run.request.options
     return RequestConfig(
-        prompts=prepared.configs.get(resource.key, {}),
+        prompts=run.configs.get(resource.key, {}),
         prefix_cache=options.prefix_cache,
         salt=options.salt,
         sampling=options.sampling,

@@ -28,6 +28,7 @@ class PromptKeyer:
         streams: the model's declaration, {resource: {label: PrefixStream}}.
         page_sizes: slots per page of each declared resource, as the engine uses them (not a model's default).
         memo_bytes: memory for prefixes already hashed, for each page size.
+        profile: "published" keys a prompt of several texts or pictures up to the end of the text that opens it.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class PromptKeyer:
         page_sizes: Mapping[str, int],
         *,
         memo_bytes: int,
+        profile: str = "kvlab",
     ) -> None:
         missing = sorted(set(streams) - set(page_sizes))
         if missing:
             raise InputError(f"no page size given for {', '.join(missing)}; pages keyed at another size would never match")
         self._processor, self._streams = processor, {resource: dict(by_label) for resource, by_label in streams.items()}
-        self._page_sizes = dict(page_sizes)
+        self._page_sizes, self._opening_only = dict(page_sizes), profile == "published"
         self._memos = {size: KeyMemo(size, memo_bytes) for size in sorted(set(page_sizes.values()))}
 
     def prepare(self, prompt: Any, fields: Mapping[str, Any]) -> Prepared:
@@ -67,9 +69,12 @@ class PromptKeyer:
         keyed = {}
         for label, stream in self._streams[resource].items():
             if stream.keyed_by == "ids" and stream.tensor in record.tensors:
-                layout = tuple(record.layouts.get(resource, {}).get(label, ()))
+                layout: tuple[Span, ...] = tuple(record.layouts.get(resource, {}).get(label, ()))
+                ids = plain_ids(record.tensors[stream.tensor])
+                if layout and self._opening_only:
+                    ids, layout = ids[: layout[0].length if layout[0].kind == "ids" else 0], ()
                 if all(span.kind != "digest" or span.source for span in layout):  # a medium without identity has no key
-                    keyed[label] = self._key_stream(stream, plain_ids(record.tensors[stream.tensor]), layout, resource)
+                    keyed[label] = self._key_stream(stream, ids, layout, resource)
         return keyed
 
     def _key_stream(self, stream: PrefixStream, ids: Sequence[int], layout: tuple[Span, ...], resource: str) -> KeyedPrompt:

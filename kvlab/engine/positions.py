@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from kvlab.spec import SEQUENTIAL, Match, RequestConfig, RequestId, Resource, Step, StepContext, StreamKey, WalkInputs
+from kvlab.spec import (
+    SEQUENTIAL,
+    Match,
+    RequestConfig,
+    RequestId,
+    Resource,
+    Segment,
+    Step,
+    StepContext,
+    StreamKey,
+    WalkInputs,
+)
 
 
 class Positions(Resource):
@@ -59,15 +70,15 @@ class Positions(Resource):
             # never lowered: a stale, smaller match must not rotate what follows back over earlier tokens
             self._set(rid, label, max(self.counter(rid, label), match.positions))
 
-    def plan(self, step: Step, ctx: StepContext) -> dict[StreamKey, range]:
-        """Return the rope ids of each segment, in order."""
+    def plan(self, step: Step, ctx: StepContext) -> dict[StreamKey, Sequence[int]]:
+        """Return the rope ids of each segment, in order; those of a block are all the same."""
         starts = self._after_forks(step, "pre")
-        ids: dict[StreamKey, range] = {}
-        for segment in step.segments:
-            stream = (segment.rid, segment.label)
-            start = starts.get(stream, self.counter(*stream))
-            ids[stream] = range(start, start + segment.span)
-        return ids
+        return {(s.rid, s.label): self._ids(s, starts) for s in step.segments}
+
+    def _ids(self, segment: Segment, starts: Mapping[StreamKey, int]) -> Sequence[int]:
+        stream = (segment.rid, segment.label)
+        start = starts.get(stream, self.counter(*stream)) if segment.prefix is None else segment.prefix.positions
+        return range(start, start + segment.span) if segment.advance is None else [start] * segment.span
 
     def commit(self, step: Step, ctx: StepContext) -> None:
         if not step.commit or ctx.capture:
@@ -75,7 +86,8 @@ class Positions(Resource):
         self._apply_forks(step, ctx, "pre")
         for segment in step.segments:
             if segment.rid in ctx.request_ids:
-                self._set(segment.rid, segment.label, self.counter(segment.rid, segment.label) + segment.span)
+                advance = segment.span if segment.advance is None else segment.advance
+                self._set(segment.rid, segment.label, self.counter(segment.rid, segment.label) + advance)
         self._apply_forks(step, ctx, "post")
 
     def publish(self, rid: RequestId) -> dict[str, int]:

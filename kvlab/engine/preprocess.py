@@ -32,6 +32,7 @@ class PreprocessWorker:
         page_sizes: slots per page of each declared resource, as the engine uses them.
         mode: "inline" (in the caller's own time), "thread", or "process" (spawned at first use).
         memo_bytes: memory for prefixes already hashed.
+        profile: "kvlab", or "published" for the published system's boundaries.
 
     Raises:
         InputError: an unknown mode, a resource without a page size, or a processor that cannot travel to a process.
@@ -45,10 +46,11 @@ class PreprocessWorker:
         *,
         mode: str = "inline",
         memo_bytes: int = 64 << 20,
+        profile: str = "kvlab",
     ) -> None:
         if mode not in MODES:
             raise InputError(f"preprocess mode is {mode!r}; it must be one of {', '.join(MODES)}")
-        keyer = PromptKeyer(processor, streams, page_sizes, memo_bytes=memo_bytes)
+        keyer = PromptKeyer(processor, streams, page_sizes, memo_bytes=memo_bytes, profile=profile)
         self.mode = mode
         self._keyer = _RemoteKeyer(keyer) if mode == "process" else keyer
         self._lane = None if mode == "inline" else ThreadPoolExecutor(1, thread_name_prefix="kvlab-preprocess")

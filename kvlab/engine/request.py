@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from importlib import import_module
 from numbers import Number
 from typing import Any
 
 from kvlab.engine.sampler import SamplingParams
-from kvlab.errors import InputError
+from kvlab.errors import InputError, missing_extra
 from kvlab.options import is_number, plain, require_switch, require_text, whole
-from kvlab.spec import Chat, Continued, HistoryFork, Miss, Prompt, RequestId, Retention, RetentionPolicy, check_salt
+from kvlab.spec import (
+    Chat,
+    Continued,
+    HistoryFork,
+    Kept,
+    Miss,
+    Mixed,
+    Prompt,
+    RequestId,
+    Retention,
+    RetentionPolicy,
+    check_salt,
+)
 
 
 @dataclass(frozen=True)
@@ -232,10 +244,12 @@ class GenerationResult:
     """What came of one request.
 
     ``ids`` are the sampled ids, the stop id included; ``text`` is the reply without it. ``prompt_tokens`` and ``cached_tokens``
-    count KV slots of main's prompt; ``cached_by_label`` has every label. ``ttft_ms`` runs from submission to the first token;
-    ``tokens_per_s`` is the rate after it (None for fewer than two tokens). ``finish_reason``: stop | length | cancelled |
-    deadline | error; ``error`` is set for the last two. ``resumed_tokens`` were found cached after preemptions, and count as no
-    hit; ``offloads`` = times it made room on host pages.
+    count KV slots of main's prompt, pictures included; ``cached_by_label`` has every label. ``ttft_ms`` runs from submission to
+    the first token, or where none is generated to the first denoising step; ``first_pass_ms`` runs to the first denoising step
+    always. ``tokens_per_s`` is the rate after the first token (None for fewer than two). ``finish_reason``: stop | length |
+    cancelled | deadline | error; ``error`` is set for the last two; a picture without a written plan ends with "stop".
+    ``resumed_tokens`` were found cached after preemptions, and count as no hit; ``offloads`` = times it made room on host
+    pages. ``encoder_calls`` = encoder runs for its pictures. ``pixels`` of the picture: uint8 tensor [height, width, 3].
     """
 
     rid: RequestId
@@ -264,30 +278,59 @@ class GenerationResult:
     offloads: int = 0
     error: Exception | None = None
     stop_ids: frozenset[int] = frozenset()
+    encoder_calls: int = 0
+    first_pass_ms: float | None = None
+    pixels: Any = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 40 else self.text[:37] + "..."
+        words = f"{text!r}, {len(self.ids)} tokens, " if self.pixels is None or self.ids else ""
+        picture = "" if self.pixels is None else f"picture {self.pixels.shape[0]}x{self.pixels.shape[1]}, "
         return (
-            f"GenerationResult({self.name or self.rid}: {text!r}, {len(self.ids)} tokens, {self.finish_reason}, "
+            f"GenerationResult({self.name or self.rid}: {picture}{words}{self.finish_reason}, "
             f"cached {self.cached_tokens} of {self.prompt_tokens})"
         )
+
+    @property
+    def image(self) -> Any:
+        """The picture as a PIL image; None where none was made."""
+        if self.pixels is None:
+            return None
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise missing_extra("pillow", "bagel", "to make an image of pixels") from error
+        return Image.fromarray(self.pixels.numpy())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         # views are above this layer: found at call time
         bundle: dict[str, Any] = import_module("kvlab.viz.display").request_bundle(self)
         return bundle
 
-    def follow_up(self, text: str) -> Chat | Continued:
+    def follow_up(self, text: str) -> Chat | Continued | Mixed:
         """Return the next turn's prompt: everything so far exactly as it was computed, then ``text``.
 
         The ids of the reply are kept, never tokenised again, so the next turn extends this one token for token.
+
+        Raises:
+            InputError: the reply is a picture, whose pages nobody keeps: it would have to be read as a picture first.
         """
-        kept = (*self.prompt_ids, *self._reply_ids())
         prompt = self.request.prompt
+        if isinstance(prompt, Mixed):
+            return self._follow_up_mixed(prompt, text)
+        kept = (*self.prompt_ids, *self._reply_ids())
         if isinstance(prompt, Chat):
             messages = (*prompt.messages, ("assistant", self.text), ("user", text))
             return Chat(messages, kept, len(prompt.messages) + 1)
         return Continued(kept, text)
+
+    def _follow_up_mixed(self, prompt: Mixed, text: str) -> Mixed:
+        if prompt.output != "text":
+            raise InputError(
+                "the reply is a picture, and a conversation goes on from words; give the picture with the next prompt, as in "
+                "draw(result.image, text) or ask(result.image, text)"
+            )
+        return replace(prompt, parts=(*prompt.parts, Kept(self._reply_ids()), text))
 
     def _reply_ids(self) -> tuple[int, ...]:
         # the id that ended the reply belongs to the template that follows it

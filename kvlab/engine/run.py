@@ -12,15 +12,16 @@ from kvlab.engine.preprocess import Prepared
 from kvlab.engine.request import GenerationResult, MissTable, Request, StreamChunk
 from kvlab.engine.sampler import Sampled
 from kvlab.engine.text import TextStream
-from kvlab.spec import Match, Miss, PromptRecord, RequestId, WalkInputs
+from kvlab.spec import KeyedPrompt, Match, Miss, PromptRecord, RequestId, WalkInputs
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Run:
     """Mutable state of one request from submission to its result; the engine alone changes it.
 
     ``prepared`` turns true once the worker has delivered the prompt. ``rest`` holds what later chunks of the current walk run;
-    None means the walk starts over from untrimmed inputs.
+    None means the walk starts over from untrimmed inputs. ``matched`` has, for each life (a preemption ends one) and walk, the
+    slots of each label that were served from pages.
     """
 
     request: Request
@@ -29,9 +30,12 @@ class Run:
     submitted_step: int
     prepared: bool = False
     record: PromptRecord = field(default_factory=lambda: PromptRecord({}))
+    configs: Mapping[str, Mapping[str, KeyedPrompt]] = field(default_factory=dict)
     schedule: tuple[str, ...] = ()
+    state: Any = None  # the model's own, from the start of each life
     prompt_ids: tuple[int, ...] = ()
-    input_tokens: int = 0  # the prompt's, and after a preemption those generated before it
+    prompt_slots: int = 0  # pictures included
+    input_tokens: int = 0  # slots of the prompt, and after a preemption of those generated before it that it now includes
     stop_ids: frozenset[int] = frozenset()
     text: TextStream = field(default_factory=lambda: TextStream(lambda ids: ""))
     walk_index: int = 0
@@ -40,12 +44,16 @@ class Run:
     chunks: list[StreamChunk] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
-    cached: dict[str, int] = field(default_factory=dict)
+    matched: dict[tuple[int, int], Mapping[str, int]] = field(default_factory=dict)
+    reply_reason: str | None = None  # why no more tokens are generated, once that is so
+    replays: bool = False  # it was sent back, and writes what it has generated again
+    encoder_calls: int = 0
+    outputs: Mapping[str, Any] = field(default_factory=dict)  # what the model hands out at the end
     first_token_s: float | None = None
     last_token_s: float | None = None
+    first_pass_s: float | None = None
     held_steps: int = 0
     preemptions: int = 0
-    resumed_tokens: int = 0
     is_parked: bool = False  # on host pages
     offloads: int = 0
     handed: HandedOver | None = None  # begun elsewhere, and not read yet
@@ -54,6 +62,9 @@ class Run:
     first_misses: tuple[Miss, ...] = ()
     cancel_requested: bool = False
     result: GenerationResult | None = None
+
+    def __repr__(self) -> str:
+        return f"Run({self.rid}, walk {self.walk_index} of {len(self.schedule)}, {len(self.generated)} generated)"
 
     @property
     def rid(self) -> RequestId:
@@ -94,13 +105,32 @@ class Run:
         too_long = options.deadline_steps is not None and step - self.submitted_step > options.deadline_steps
         return too_late or too_long
 
+    @property
+    def is_laid_out(self) -> bool:
+        """True when its prompt is more than one text."""
+        layouts = (spans for by_label in self.record.layouts.values() for spans in by_label.values())
+        return any(len(spans) > 1 or any(span.kind != "ids" for span in spans) for spans in layouts)
+
     def note_match(self, matches: Mapping[str, Match]) -> None:
-        """Remember how much of the current walk was served from pages; a resumed request's own pages are no hit."""
-        if self.preemptions:
-            self.resumed_tokens += sum(match.slots for match in matches.values())
-            return
-        for label, match in matches.items():
-            self.cached[label] = match.slots
+        """Remember how much of the current walk was served from pages."""
+        self.matched[self.preemptions, self.walk_index] = {label: match.slots for label, match in matches.items()}
+
+    def cached(self) -> dict[str, int]:
+        """Slots served from pages by label. What a later life finds are its own pages: no hit."""
+        found: dict[str, int] = {}
+        for (life, _), slots in self.matched.items():
+            for label, count in slots.items() if life == 0 else ():
+                found[label] = found.get(label, 0) + count
+        return found
+
+    def resumed_tokens(self) -> int:
+        """Slots that were found cached after preemptions."""
+        return sum(sum(slots.values()) for (life, _), slots in self.matched.items() if life)
+
+    def replay(self, starts_with: int | None) -> list[int]:
+        """Ids that a sampling loop had written or was to write next when the request was sent back."""
+        opening = [] if starts_with is None else [starts_with]
+        return [*opening, *(self.generated if self.reply_reason is None else self.generated[:-1])]
 
     def take(self, sampled: Sampled, now_s: float) -> tuple[StreamChunk, str | None]:
         """Append a sampled token; returns the chunk to stream and why generation is over with it (None: it goes on)."""
@@ -123,34 +153,41 @@ class Run:
             return "stop"
         return "length" if len(self.generated) >= self.request.options.max_tokens else None
 
-    def send_back(self, record: PromptRecord, misses: Sequence[Miss]) -> None:
-        """Preempted: the request starts over with what it has generated as part of its input."""
+    def send_back(self, misses: Sequence[Miss]) -> None:
+        """Preempted: the request starts over, and is to write what it has generated again."""
         self.first_misses = self.first_misses or tuple(misses)
         self.preemptions += 1
-        self.record, self.walk_index, self.rest = record, 0, None
-        self.input_tokens = len(self.prompt_ids) + len(self.generated)
+        self.walk_index, self.rest, self.state = 0, None, None
+        self.replays = bool(self.generated)
         if len(self.prompt_logprobs) < len(self.prompt_ids):
             self.prompt_logprobs.clear()
+
+    def extend_prompt(self, record: PromptRecord) -> None:
+        """What was generated is part of the prompt from now on."""
+        self.record, self.replays = record, False
+        self.input_tokens = len(self.prompt_ids) + len(self.generated)
 
     def to_result(
         self, reason: str, *, now_s: float, page_size: int, model: str, misses: Sequence[Miss], error: Exception | None
     ) -> GenerationResult:
         """Freeze what the client gets."""
         self.text.finish()
-        cached = self.cached.get("main", 0)
+        cached_by_label = self.cached()
+        cached = cached_by_label.get("main", 0)
+        first_s = self.first_pass_s if self.first_token_s is None else self.first_token_s
         return GenerationResult(
             rid=self.rid,
             name=self.request.options.name,
             text=self.text.text,
             ids=tuple(self.generated),
             prompt_ids=self.prompt_ids,
-            prompt_tokens=len(self.prompt_ids),
+            prompt_tokens=self.prompt_slots,
             cached_tokens=cached,
-            cached_by_label=dict(self.cached),
+            cached_by_label=cached_by_label,
             pages_matched=cached // page_size,
             page_size=page_size,
             finish_reason=reason,
-            ttft_ms=None if self.first_token_s is None else (self.first_token_s - self.submitted_s) * 1e3,
+            ttft_ms=self._ms_until(first_s),
             total_ms=(now_s - self.submitted_s) * 1e3,
             tokens_per_s=self._rate(),
             misses=MissTable(self.first_misses or misses),
@@ -161,11 +198,17 @@ class Run:
             prompt_logprobs=tuple(self.prompt_logprobs),
             held_steps=self.held_steps,
             preemptions=self.preemptions,
-            resumed_tokens=self.resumed_tokens,
+            resumed_tokens=self.resumed_tokens(),
             offloads=self.offloads,
             error=error,
             stop_ids=self.stop_ids,
+            encoder_calls=self.encoder_calls,
+            first_pass_ms=self._ms_until(self.first_pass_s),
+            **self.outputs,
         )
+
+    def _ms_until(self, moment_s: float | None) -> float | None:
+        return None if moment_s is None else (moment_s - self.submitted_s) * 1e3
 
     def _rate(self) -> float | None:
         if self.first_token_s is None or self.last_token_s is None or len(self.generated) < 2:

@@ -44,7 +44,7 @@ class _Request:
     params: SamplingParams
     draws: random.Random
     seen: Tensor | None
-    skipped: list[int] = field(default_factory=list)
+    skipped: set[int] = field(default_factory=set)
     generated: list[int] = field(default_factory=list)
 
 
@@ -83,7 +83,7 @@ class Sampler(Resource):
         """Forget what was seen: it is observed again as it runs again. The random stream goes on where it was."""
         request = self._requests.get(rid)
         if request is not None:
-            request.seen, request.skipped = self._empty_mask(request.params), []
+            request.seen, request.skipped = self._empty_mask(request.params), set()
 
     def resume_request(self, rid: RequestId, config: RequestConfig) -> None:
         self.reset_request(rid)  # the random stream goes on where it was
@@ -96,10 +96,10 @@ class Sampler(Resource):
     ) -> None:
         request, match = self._request(rid), matches.get("main")
         if request.seen is not None and match is not None:
-            request.skipped = list(inputs.ids["main"][: match.slots])
+            request.skipped.update(inputs.ids.get("main", ())[: match.slots])  # of every walk until one of them runs
 
     def observe(self, rid: RequestId, ids: Sequence[int]) -> None:
-        """Take note of the prompt ids a step of ``rid`` ran, and of those the cache skipped before them.
+        """Take note of the ids a step of ``rid`` ran that it did not sample, and of those the cache skipped before them.
 
         Raises:
             InputError: an id outside the vocabulary.
@@ -112,7 +112,7 @@ class Sampler(Resource):
         if wrong is not None:
             raise InputError(f"request {rid}: token id {wrong} is outside the vocabulary of {self.vocab_size}")
         request.seen[seen] = True
-        request.skipped = []
+        request.skipped = set()
 
     def seen_ids(self, rid: RequestId) -> list[int]:
         """Ids the repetition penalty of ``rid`` covers, ascending; [] where there is no penalty."""

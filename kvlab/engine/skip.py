@@ -26,7 +26,8 @@ def probed_streams(model: ModelSpec, walk: str, *, profile: str = "kvlab") -> li
 def probe_refusal(model: ModelSpec, walk: str, inputs: WalkInputs, *, profile: str = "kvlab") -> str | None:
     """Return why nobody is asked about ``inputs`` (a name of MISS_CAUSES), or None when every resource is.
 
-    ``profile="published"`` has the published system's boundaries: a guided walk is never probed, nor one that writes media.
+    ``profile="published"`` has the published system's boundaries: a guided walk is never probed, nor one that writes media. A
+    walk of several labels is cut label by label, as one that carries guidance.
 
     Raises:
         InputError: the walk writes keyed text at positions of its own, or has no ids; its pages could not be named.
@@ -37,7 +38,8 @@ def probe_refusal(model: ModelSpec, walk: str, inputs: WalkInputs, *, profile: s
     if any(walk == s.walk for s in streams):
         _require_keyed_ids(model, walk, inputs)
     trims_guided = profile == "kvlab" and all(s.trims_guided for s in streams)
-    return "opaque_inputs" if inputs.opaque and not trims_guided else None
+    is_guided = inputs.opaque or len(inputs.slots()) > 1
+    return "opaque_inputs" if is_guided and not trims_guided else None
 
 
 def _require_keyed_ids(model: ModelSpec, walk: str, inputs: WalkInputs) -> None:

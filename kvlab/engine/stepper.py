@@ -8,19 +8,21 @@ row by row, so that only the row at fault ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 from kvlab.attention.base import AttentionBackend
 from kvlab.engine.chunks import ChunkRule
+from kvlab.engine.encoders import EncoderMemo
 from kvlab.engine.interrupts import deferred_interrupts
+from kvlab.engine.rows import Landed, Outcome, Row
 from kvlab.engine.run import Run
-from kvlab.engine.sampler import Sampled, Sampler, prompt_logprobs
+from kvlab.engine.sampler import Sampler, prompt_logprobs
 from kvlab.engine.skip import SkipStage
 from kvlab.errors import KvlabError
-from kvlab.events import Event, StepRan
+from kvlab.events import Event, StepRan, WalkServed
 from kvlab.spec import (
     AdmitRuntimeError,
     ModelSpec,
@@ -28,7 +30,6 @@ from kvlab.spec import (
     Resource,
     RetentionPolicy,
     RowInputs,
-    Segment,
     Step,
     StepContext,
     StreamKey,
@@ -37,42 +38,15 @@ from kvlab.spec import (
 )
 
 
-@dataclass
-class _Row:
-    """One request's part of a step: what runs now, and what later chunks run."""
-
-    run: Run
-    now: WalkInputs
-    rest: WalkInputs | None
-
-    def segments(self) -> list[Segment]:
-        return [Segment(self.run.rid, label, len(ids)) for label, ids in self.now.ids.items()]
-
-    def window(self, walk: Walk) -> RetentionPolicy | None:
-        """The window to declare: none of a prompt is released before it is whole, wherever it is cut into chunks."""
-        asked = self.run.request.options.window_policy
-        if asked is None or walk.loops or self.rest is None:
-            return asked
-        end = self.run.input_tokens - sum(len(ids) for ids in self.rest.ids.values())
-        return replace(asked, context_budget=self.run.input_tokens) if end >= asked.protected_prefix else None
-
-
-@dataclass
-class Outcome:
-    """What a step did with each run it was given."""
-
-    num_ran: int = 0
-    held: list[tuple[Run, Refusal]] = field(default_factory=list)
-    failed: list[tuple[Run, Exception]] = field(default_factory=list)
-
-
 class Stepper:
     """Runs steps of one model over one set of resources.
 
     Args:
         resources: in the order of their hooks; ``kv``, ``attention``, ``positions`` and ``sampler`` are among them.
+        encoders: what blocks of walks that encode become.
+        count: called with the ids that a stream holds or will hold next: (run, walk, ids).
         make_room: called when a row lacks pages; True when it is worth trying again.
-        settle: called for each row once its step is committed: (run, walk, sampled token or None, walk is complete).
+        settle: called for each row once its step is committed, or once it was served: (run, walk, what landed).
         record: event sink, or None.
     """
 
@@ -87,14 +61,16 @@ class Stepper:
         sampler: Sampler,
         skip: SkipStage,
         chunks: ChunkRule,
+        encoders: EncoderMemo,
+        count: Callable[[Run, Walk, Sequence[int]], None],
         make_room: Callable[[Refusal], bool],
-        settle: Callable[[Run, Walk, Sampled | Exception | None, bool], None],
+        settle: Callable[[Run, Walk, Landed], None],
         record: Callable[[Event], None] | None,
     ) -> None:
         self._model, self._resources, self._kv = model, tuple(resources), kv
         self._attention, self._positions, self._sampler = attention, positions, sampler
         self._skip, self._chunks, self._settle, self._record = skip, chunks, settle, record
-        self._make_room = make_room
+        self._encoders, self._count, self._make_room = encoders, count, make_room
 
     def run(self, index: int, walk: Walk, runs: Sequence[Run]) -> Outcome:
         """Run one step of ``walk`` for as many of ``runs`` as the chunk budget and the pool allow."""
@@ -106,8 +82,8 @@ class Stepper:
 
     # -- before the forward
 
-    def _prepare(self, walk: Walk, runs: Sequence[Run], outcome: Outcome) -> list[_Row]:
-        rows: list[_Row] = []
+    def _prepare(self, walk: Walk, runs: Sequence[Run], outcome: Outcome) -> list[Row]:
+        rows: list[Row] = []
         budget = self._chunks.max_step_tokens
         for run in runs:
             if run.rests:
@@ -116,6 +92,9 @@ class Stepper:
                 break
             try:
                 row = self._prepare_row(walk, run, budget)
+                if row is not None and not row.segments():
+                    self._serve(walk, run, outcome)
+                    continue
             except Exception as error:  # the others go on
                 outcome.failed.append((run, error))
                 continue
@@ -124,27 +103,51 @@ class Stepper:
                 budget -= 0 if walk.loops else sum(s.span for s in row.segments())
         return rows
 
-    def _prepare_row(self, walk: Walk, run: Run, budget: int) -> _Row | None:
+    def _prepare_row(self, walk: Walk, run: Run, budget: int) -> Row | None:
+        if walk.loops and walk.samples:
+            return self._sampling_row(walk, run)
         inputs = run.rest
         if inputs is None:
-            whole = self._model.prepare_inputs(walk.name, run.record, run.generated)
+            whole = self._model.prepare_inputs(walk.name, run.record, run.generated, run.state, run.walk_index)
             if whole is None:
                 return None
             inputs, matches = self._skip(run.rid, walk, whole)
             run.note_match(matches)
-        if walk.loops or not walk.causal or len(inputs.ids) != 1:
-            return _Row(run, inputs, None)
-        return self._cut(run, inputs, budget)
+        return self._cut(walk, run, replace(inputs, ids={label: ids for label, ids in inputs.ids.items() if len(ids)}), budget)
 
-    def _cut(self, run: Run, inputs: WalkInputs, budget: int) -> _Row:
+    def _sampling_row(self, walk: Walk, run: Run) -> Row | None:
+        """A loop reads what was just sampled: its opening id at first, and all it had read when it was sent back."""
+        opens = not run.generated and walk.starts_with is not None
+        generated = [walk.starts_with] if opens and walk.starts_with is not None else run.generated
+        inputs = self._model.prepare_inputs(walk.name, run.record, generated, run.state, run.walk_index)
+        if inputs is None:
+            return None
+        if not run.replays:
+            return Row(run, inputs, None, samples=True, counted=generated if opens else ())
+        ids = run.replay(walk.starts_with)
+        again = replace(inputs, ids={"main": ids} if ids else {})
+        last = () if run.reply_reason is None else run.generated[-1:]
+        return Row(run, again, None, samples=run.reply_reason is None, counted=(*ids, *last))
+
+    def _serve(self, walk: Walk, run: Run, outcome: Outcome) -> None:
+        """Nothing of the walk is left to run: it is complete, and the next one's turn comes in this very round."""
+        if self._record is not None:
+            self._record(WalkServed(run.rid, walk.name, run.walk_index))
+        self._settle(run, walk, Landed())
+        outcome.served.append(run)
+
+    def _cut(self, walk: Walk, run: Run, inputs: WalkInputs, budget: int) -> Row:
+        """Cut a chunk. Blocks are never cut, nor are texts that several labels read at once."""
+        samples = walk.samples and run.request.options.max_tokens > 0 and not run.replays
+        if walk.loops or not walk.causal or inputs.blocks or len(inputs.ids) != 1:
+            return Row(run, inputs, None, samples)
         ((label, ids),) = inputs.ids.items()
-        start = run.input_tokens - len(ids)
-        take = self._chunks.cut(start=start, remaining=len(ids), budget=budget)
+        take = self._chunks.cut(remaining=len(ids), budget=budget)
         if take >= len(ids):
-            return _Row(run, inputs, None)
-        return _Row(run, replace(inputs, ids={label: ids[:take]}), replace(inputs, ids={label: ids[take:]}))
+            return Row(run, inputs, None, samples)
+        return Row(run, replace(inputs, ids={label: ids[:take]}), replace(inputs, ids={label: ids[take:]}))
 
-    def _admit(self, index: int, walk: Walk, rows: list[_Row], outcome: Outcome) -> tuple[Step, StepContext, list[_Row]] | None:
+    def _admit(self, index: int, walk: Walk, rows: list[Row], outcome: Outcome) -> tuple[Step, StepContext, list[Row]] | None:
         while rows:
             segments = tuple(s for row in rows for s in row.segments())
             step = Step(index, walk.node, walk.name, segments, commit=walk.commits, windows=self._windows(walk, rows))
@@ -158,7 +161,7 @@ class Stepper:
                 rows = self._without_refused(rows, refusal, outcome)
         return None
 
-    def _retrieve(self, walk: Walk, rows: list[_Row]) -> Refusal | None:
+    def _retrieve(self, walk: Walk, rows: list[Row]) -> Refusal | None:
         """Read what requests begun elsewhere hold there."""
         for run in (row.run for row in rows if row.run.handed is not None):
             published = run.handed.published if run.handed is not None else {}
@@ -169,12 +172,12 @@ class Stepper:
             run.handed = None
         return None
 
-    def _windows(self, walk: Walk, rows: list[_Row]) -> dict[StreamKey, RetentionPolicy]:
+    def _windows(self, walk: Walk, rows: list[Row]) -> dict[StreamKey, RetentionPolicy]:
         """Windows that begin or go on with this step."""
         windows = ((row, row.window(walk)) for row in rows if row.run.request.options.window is not None)
         return {(s.rid, s.label): window for row, window in windows if window is not None for s in row.segments()}
 
-    def _without_refused(self, rows: list[_Row], refusal: Refusal, outcome: Outcome) -> list[_Row]:
+    def _without_refused(self, rows: list[Row], refusal: Refusal, outcome: Outcome) -> list[Row]:
         refused = [row for row in rows if row.run.rid == refusal.rid]
         if not refused:
             raise KvlabError(f"a resource refused request {refusal.rid}, which is not in the step")
@@ -186,7 +189,7 @@ class Stepper:
 
     # -- the forward and after
 
-    def _execute(self, index: int, walk: Walk, rows: list[_Row], outcome: Outcome) -> None:
+    def _execute(self, index: int, walk: Walk, rows: list[Row], outcome: Outcome) -> None:
         with deferred_interrupts():
             admitted = self._admit(index, walk, rows, outcome)
         if admitted is None:
@@ -207,57 +210,68 @@ class Stepper:
             self._finish(step, ctx, rows, walk, logits, (perf_counter() - begin_s) * 1e3)
             outcome.num_ran += len(rows)
 
-    def _blame(self, index: int, walk: Walk, rows: list[_Row], error: Exception, outcome: Outcome) -> None:
+    def _blame(self, index: int, walk: Walk, rows: list[Row], error: Exception, outcome: Outcome) -> None:
         if len(rows) == 1:
             outcome.failed.append((rows[0].run, error))
             return
         for row in rows:
             self._execute(index, walk, [row], outcome)
 
-    def _forward(self, step: Step, ctx: StepContext, rows: list[_Row], walk: Walk) -> Sequence[Any]:
+    def _forward(self, step: Step, ctx: StepContext, rows: list[Row], walk: Walk) -> Sequence[Any]:
         plans = {resource.key: resource.plan(step, ctx) for resource in self._resources}
-        self._attention.begin(replace(plans[self._kv.key], causal=walk.causal))
-        rope_ids = plans[self._positions.key]
-        inputs = [
-            RowInputs(ids, rope_ids[row.run.rid, label], self._logits_from(walk, row, label, len(ids)))
-            for row in rows
-            for label, ids in row.now.ids.items()
-        ]
+        inputs = [x for row in rows for x in self._row_inputs(walk, row, plans[self._positions.key])]
+        self._attention.begin(replace(plans[self._kv.key], causal=walk.causal, commit=walk.commits))
         return self._model.forward(walk.name, inputs, self._attention)
 
-    def _logits_from(self, walk: Walk, row: _Row, label: str, num_ids: int) -> int | None:
+    def _row_inputs(self, walk: Walk, row: Row, rope_ids: Mapping[StreamKey, Sequence[int]]) -> list[RowInputs]:
+        """What the model runs of one row, in the order of its segments."""
+        run = row.run
+        texts = [
+            RowInputs(ids, rope_ids[run.rid, label], self._logits_from(walk, row, label, len(ids)))
+            for label, ids in row.now.ids.items()
+        ]
+        return texts + [
+            RowInputs(
+                (),
+                rope_ids[run.rid, label],
+                block=self._encoders.content(walk, run, block) if walk.encodes else block.content,
+            )
+            for label, block in row.now.blocks.items()
+        ]
+
+    def _logits_from(self, walk: Walk, row: Row, label: str, num_ids: int) -> int | None:
         if label != "main":
             return None
         if row.run.wants_prompt_logprobs and not walk.loops:
             return 0
-        return num_ids - 1 if self._samples(walk, row) else None
-
-    def _samples(self, walk: Walk, row: _Row) -> bool:
-        return walk.samples and row.rest is None and row.run.request.options.max_tokens > 0
+        return num_ids - 1 if row.samples else None
 
     def _finish(
-        self, step: Step, ctx: StepContext, rows: list[_Row], walk: Walk, logits: Sequence[Any], duration_ms: float
+        self, step: Step, ctx: StepContext, rows: list[Row], walk: Walk, outputs: Sequence[Any], duration_ms: float
     ) -> None:
-        by_rid = {s.rid: x for s, x in zip(step.segments, logits, strict=True) if s.label == "main"}
+        of_main = {s.rid: x for s, x in zip(step.segments, outputs, strict=True) if s.label == "main"}
         for row in rows:
-            if not walk.loops and "main" in row.now.ids:
-                self._note_prompt(row, by_rid[row.run.rid])
-        sampling = [row for row in rows if self._samples(walk, row)]
-        tokens = self._sampler.sample([row.run.rid for row in sampling], [by_rid[row.run.rid][-1] for row in sampling])
+            self._note_ids(walk, row, of_main.get(row.run.rid))
+        sampling = [row for row in rows if row.samples]
+        tokens = self._sampler.sample([row.run.rid for row in sampling], [of_main[row.run.rid][-1] for row in sampling])
         sampled = dict(zip((row.run.rid for row in sampling), tokens, strict=True))
         for resource in self._resources:
             resource.commit(step, ctx)
         if self._record is not None:
             self._record(StepRan(walk.name, [(s.rid, s.label, s.span) for s in step.segments], duration_ms))
         for row in rows:
-            row.run.rest, row.run.last_ran_round = row.rest, step.index
-            self._settle(row.run, walk, sampled.get(row.run.rid), row.rest is None)
+            run = row.run
+            run.rest, run.last_ran_round = row.rest, step.index
+            self._settle(run, walk, Landed(sampled.get(run.rid), row.rest is None, of_main.get(run.rid)))
 
-    def _note_prompt(self, row: _Row, logits: Any) -> None:
-        """Tell the sampler which prompt ids were computed, and take the prompt's logprobs where they were asked for."""
-        run, ids = row.run, row.now.ids["main"]
-        self._sampler.observe(run.rid, ids)
-        if run.wants_prompt_logprobs:
+    def _note_ids(self, walk: Walk, row: Row, logits: Any) -> None:
+        """Tell who keeps account of ids which of them were run, and take the prompt's logprobs where they were asked for."""
+        run, ids = row.run, row.now.ids.get("main", ())
+        if row.counted:
+            self._count(run, walk, row.counted)
+        if row.counted or (ids and not walk.loops):
+            self._sampler.observe(run.rid, ids)
+        if run.wants_prompt_logprobs and not walk.loops:
             start = len(run.prompt_logprobs) or 1
             if not run.prompt_logprobs:
                 run.prompt_logprobs.append(None)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import InputError, LoadError
-from kvlab.spec import Chat, Continued, HistoryFork, PromptRecord
+from kvlab.spec import Chat, Continued, HistoryFork, Mixed, PromptRecord
 
 TENSOR = "tokens"
 
@@ -51,6 +51,7 @@ class TextProcessor:
         Raises:
             InputError: a prompt that cannot be served as it is; the message names the value and what to do.
         """
+        refuse_mixed(prompt)
         if fields:
             raise InputError(f"a text model knows no field {', '.join(map(repr, sorted(fields)))}; send the prompt alone")
         if isinstance(prompt, str):
@@ -168,6 +169,12 @@ class TextProcessor:
         except Exception as e:  # a template raises what its author chose
             raise InputError(f"the checkpoint's chat template refuses these messages: {e}") from e
         return text
+
+
+def refuse_mixed(prompt: Any) -> None:
+    """Raise InputError for texts and pictures, which a model of text cannot read or draw."""
+    if isinstance(prompt, Mixed):
+        raise InputError("this model reads and writes text alone, and the prompt is of texts and pictures; load a BAGEL model")
 
 
 def check_chat(chat: Chat) -> None:

@@ -22,6 +22,7 @@ from kvlab.spec import (
     PromptProcessor,
     PromptRecord,
     RowInputs,
+    TextOnly,
     Walk,
     WalkInputs,
     drop_leading,
@@ -33,7 +34,7 @@ WALKS = {
 }
 
 
-class TextSchedule:
+class TextSchedule(TextOnly):
     """The walks of every model that reads ids and writes ids: prefill, then decode one at a time, in the one stream main."""
 
     default_options: Mapping[str, Any] = MappingProxyType({})
@@ -61,7 +62,9 @@ class TextSchedule:
         prompt_slots = len(record.tensors["tokens"])
         return {"main": (prompt_slots, prompt_slots + max(max_tokens - 1, 0))}
 
-    def prepare_inputs(self, walk: str, record: PromptRecord, generated: Sequence[int]) -> WalkInputs | None:
+    def prepare_inputs(
+        self, walk: str, record: PromptRecord, generated: Sequence[int], state: Any = None, walk_index: int = 0
+    ) -> WalkInputs | None:
         if walk == "prefill":
             return WalkInputs({"main": record.tensors["tokens"]})
         if walk == "decode":

@@ -78,16 +78,25 @@ class TracerAttention(AttentionBackend):
 
     def last_digests(self) -> list[int]:
         """Return K of the slot before each row's first new one, 0 where there is none."""
-        return [_last_digest(self.store, row.pages, row.length - row.to_compute) for row in self._planned().rows]
+        tables = self._planned()
+        new = [row.to_compute if tables.commit else 0 for row in tables.rows]
+        return [_last_digest(self.store, row.pages, row.length - n) for row, n in zip(tables.rows, new, strict=True)]
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         tables = self._planned()
         seen: list[int] = []
-        for row in tables.rows:
-            slots = _slot_bytes(*_slots(self.store, row.pages, row.length))
-            prefixes = _prefix_hashes(slots, row.length - row.to_compute)
+        for row, own in zip(tables.rows, self._own_bytes(layer, tables), strict=True):
+            slots = _slot_bytes(*_slots(self.store, row.pages, row.length)) + own
+            prefixes = _prefix_hashes(slots, len(slots) // 16 - row.to_compute)
             seen += prefixes if tables.causal else prefixes[-1:] * row.to_compute
         return torch.tensor(seen, dtype=torch.int64, device=q.device)[:, None, None]  # [tokens, 1, 1]
+
+    def _own_bytes(self, layer: int, tables: StepTables) -> list[bytes]:
+        """What each row sees after its pages: its own slots, where the step stores none."""
+        if tables.commit:
+            return [b""] * len(tables.rows)
+        k, v = (x.flatten().split([row.to_compute for row in tables.rows]) for x in self._own_kv(layer))
+        return [_slot_bytes(own_k.tolist(), own_v.tolist()) for own_k, own_v in zip(k, v, strict=True)]
 
     def _planned(self) -> StepTables:
         self._begun()
@@ -135,14 +144,21 @@ class TracerModel(TextSchedule):
             raise InputError(f"the tracer stores digests, so its pages are int64, not {kv_dtype}")
         return KVLayout(1, 1, 1, page_size, dtype="int64", compute_dtype="int64")
 
-    def forward(self, walk: str, rows: Sequence[RowInputs], attention: TracerAttention) -> list[Tensor | None]:
+    def forward(self, walk: str, rows: Sequence[RowInputs], attention: TracerAttention) -> list[Any]:
         before = attention.last_digests()
-        digests = [i for row, last in zip(rows, before, strict=True) for i in self.digests(row.ids, row.positions, last)]
-        ids = [i for row in rows for i in row.ids]
-        k, v = (torch.tensor(x, dtype=torch.int64)[:, None, None] for x in (digests, ids))  # [tokens, 1, 1]
+        written = [self.slot_values(walk, row, last) for row, last in zip(rows, before, strict=True)]
+        k, v = (torch.tensor([i for slots in written for i in slots[kv]])[:, None, None] for kv in (0, 1))  # [tokens, 1, 1]
         attention.write(0, k, v)
-        seen = zip(rows, attention.attend(0, k).flatten().split([len(row.ids) for row in rows]), strict=True)
-        return [None if row.logits_from is None else self.logits(x[row.logits_from :]) for row, x in seen]
+        return self.answers(walk, rows, attention.attend(0, k).flatten().split([len(row.positions) for row in rows]))
+
+    def slot_values(self, walk: str, row: RowInputs, last: int) -> tuple[list[int], list[int]]:
+        """Return K and V of the slots of ``row``; ``last`` is K of the slot before them."""
+        return self.digests(row.ids, row.positions, last), list(row.ids)
+
+    def answers(self, walk: str, rows: Sequence[RowInputs], seen: Sequence[Tensor]) -> list[Any]:
+        """Return what ``forward`` returns; seen: [tokens] of each row."""
+        pairs = zip(rows, seen, strict=True)
+        return [None if row.logits_from is None else self.logits(x[row.logits_from :]) for row, x in pairs]
 
     def digests(self, ids: Sequence[int], positions: Sequence[int] | None = None, last: int = 0) -> list[int]:
         """Return K of each token; ``last`` is K of the slot before them and ``positions`` are 0, 1, ... when not given."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import html
+import io
 import json
 import sys
 from array import array
@@ -78,15 +79,25 @@ def has_bitmaps(panel: Panel) -> bool:
 
 
 def request_bundle(result: Any) -> dict[str, Any]:
-    """Return how the prompt of one request was served, as a bundle whose text is the result's own repr.
+    """Return the picture a request made, or how its prompt was served, as a bundle whose text is the result's own repr.
 
     Args:
         result: a RequestRow, or what ``engine.generate`` returned.
     """
     from kvlab.viz.hits import misses_panel
 
+    image = getattr(result, "image", None)
+    if image is not None:
+        return {"image/png": _png(image), "text/plain": repr(result)}
     row = result if isinstance(result, RequestRow) else RequestRow.of(result)
     return mimebundle(misses_panel([row])) | {"text/plain": repr(result)}
+
+
+def _png(image: Any) -> str:
+    """Return a PIL image as Jupyter wants a PNG."""
+    written = io.BytesIO()
+    image.save(written, "PNG")
+    return base64.b64encode(written.getvalue()).decode("ascii")
 
 
 def bundle_of(drawing: Any) -> dict[str, Any]:

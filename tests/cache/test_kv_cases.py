@@ -367,20 +367,6 @@ def test_b16_a_laid_out_picture_keeps_the_chain():
     assert kv.stream(1).chain is not None
 
 
-def test_a_laid_out_prompt_is_probed_for_its_first_text_only():
-    spans = [Span("ids", "prefill_text", 36, 36), Span("digest", "prefill_vit", 12, 1, b"red")]
-    d = make(page_size=16, walks=MEDIA)
-    for rid in (1, 2):
-        d.kv.ingest_request(rid, RequestConfig({"main": laid_out(spans, range(36), 16)}))
-        inputs = WalkInputs({"main": range(36)})
-        matches = d.kv.resolve_cached_prefix(rid, NODE, "prefill_text", inputs)
-        d.kv.apply_cached_prefix(rid, NODE, "prefill_text", inputs, matches)
-        d.run("prefill_text", {rid: 36 - matches["main"].slots})
-        d.run("prefill_vit", {rid: 12})
-    assert matches == {"main": Match(32, 32)}
-    assert d.kv.stream(2).chain is not None
-
-
 def test_b14_a_token_read_back_one_step_late_is_no_gap():
     d = make(page_size=16)
     d.ingest(1, range(36))

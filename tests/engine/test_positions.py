@@ -1,7 +1,7 @@
 import pytest
 
 from kvlab.engine.positions import Positions
-from kvlab.spec import Fork, Match, RequestConfig, Segment, Step, StepContext, WalkInputs
+from kvlab.spec import Fork, Match, Prefix, RequestConfig, Segment, Step, StepContext, WalkInputs
 
 
 class Stream:
@@ -15,9 +15,10 @@ class Stream:
         inputs = WalkInputs({label: range(slots + 1)})
         self.positions.apply_cached_prefix(self.rid, "LLM", "prefill", inputs, {label: Match(slots, slots)})
 
-    def step(self, span, label="main", *, forks=(), commit=True, ran=True):
+    def step(self, span, label="main", *, advance=None, prefix=None, forks=(), commit=True, ran=True):
         """Plan a step of ``span`` tokens, and commit it if it ``ran``; returns the rope ids."""
-        step = Step(0, "LLM", "prefill", (Segment(self.rid, label, span),), forks=forks, commit=commit)
+        segment = Segment(self.rid, label, span, advance, prefix)
+        step = Step(0, "LLM", "prefill", (segment,), forks=forks, commit=commit)
         ctx = StepContext(frozenset({self.rid}))
         ids = self.positions.plan(step, ctx)[self.rid, label]
         if ran:
@@ -119,3 +120,48 @@ def test_root_fields_name_the_whole_rotation_whatever_the_order_of_its_keys():
     a = Positions({"rope_theta": 5e5, "scaling": {"factor": 32, "low": 1}}).root_fields()
     b = Positions({"scaling": {"low": 1, "factor": 32}, "rope_theta": 5e5}).root_fields()
     assert a == b == {"scheme": "sequential", "rope_theta": 5e5, "scaling.factor": 32, "scaling.low": 1}
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_slots_of_a_picture_stand_at_one_position_and_the_next_is_one_further():
+    s = Stream()
+    assert s.step(3) == [0, 1, 2]
+    assert s.step(5, advance=1) == [3] * 5
+    assert s.step(2) == [4, 5]
+
+
+def test_what_is_drawn_stands_where_the_text_ended_in_every_pass():
+    s = Stream()
+    s.step(3)
+    assert [s.step(4, advance=0, commit=False) for _ in range(2)] == [[3] * 4] * 2
+    assert s.step(1) == [3]
+
+
+def test_a_row_that_reads_a_prefix_stands_after_it_and_moves_nothing():
+    s = Stream()
+    s.step(10)
+    assert s.step(2, "cfg_text", advance=0, commit=False, prefix=Prefix("main", 40, 7)) == [7, 7]
+    assert (s.positions.counter(1), s.positions.counter(1, "cfg_text")) == (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("cached", "chunk", "want"),
+    [(0, 32, [range(32), range(32, 40)]), (16, 16, [range(16, 32), range(32, 40)])],
+    ids=["cold", "hit"],
+)
+def test_k19_1_tokens_and_positions_are_cut_at_the_same_two_ends(tracer, monkeypatch, cached, chunk, want):
+    engine = tracer(page_size=16, max_step_tokens=chunk)
+    prompt, fed = [1 + i % 60 for i in range(40)], []
+    if cached:
+        engine.generate(prompt[: cached + 1], max_tokens=1)
+    forward = engine.model.forward
+
+    def recorded(walk, rows, attention):
+        fed.extend((list(row.ids), list(row.positions)) for row in rows if walk == "prefill")
+        return forward(walk, rows, attention)
+
+    monkeypatch.setattr(engine.model, "forward", recorded)
+    assert engine.generate(prompt, max_tokens=1).cached_tokens == cached
+    assert fed == [([prompt[i] for i in part], list(part)) for part in want]

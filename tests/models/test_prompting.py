@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvlab.errors import InputError, LoadError
 from kvlab.models.prompting import TextProcessor, load_tokenizer
-from kvlab.spec import Chat, Continued, HistoryFork, chat
+from kvlab.spec import Chat, Continued, HistoryFork, ask, chat
 
 
 @pytest.fixture
@@ -236,3 +236,8 @@ def test_a_folder_without_a_tokenizer_gives_none_and_a_damaged_one_is_refused(tm
     (tmp_path / "tokenizer.json").write_text("{ not json", encoding="utf-8")
     with pytest.raises(LoadError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+def test_a_prompt_of_texts_and_pictures_is_refused_by_a_model_of_text(processor: TextProcessor) -> None:
+    with pytest.raises(InputError, match="texts and pictures"):
+        processor.process_prompt(ask("How many?"), {"seed": None})

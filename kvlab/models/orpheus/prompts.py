@@ -7,7 +7,7 @@ from typing import Any
 
 from kvlab.errors import InputError
 from kvlab.models.orpheus.tokens import OrpheusIds
-from kvlab.models.prompting import TENSOR, TextProcessor
+from kvlab.models.prompting import TENSOR, TextProcessor, refuse_mixed
 from kvlab.spec import Chat, Continued, PromptRecord
 
 VOICES = ("tara", "leah", "jess", "leo", "dan", "mia", "zac", "zoe")
@@ -32,6 +32,7 @@ class OrpheusProcessor(TextProcessor):
         self.ids, self.voices = ids, tuple(voices)
 
     def process_prompt(self, prompt: Any, fields: Mapping[str, Any]) -> PromptRecord:
+        refuse_mixed(prompt)
         unknown = sorted(set(fields) - {"voice"})
         if unknown:
             raise InputError(f"an Orpheus model knows no field {', '.join(map(repr, unknown))}; it knows 'voice'")
