@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvlab.engine.request import GenerationResult
     from kvlab.lab.picture_results import PixelDrift
     from kvlab.lab.picture_studies import Triplet
+    from kvlab.models.bagel.spec import BagelModel
     from kvlab.recorder import Recorder
     from kvlab.spec import ModelSpec
     from kvlab.viz.marks import Panel
@@ -46,10 +47,9 @@ class PictureOutcome:
 
 
 def run(
-    model: ModelSpec,
+    model: str | Path,
     path: Path,
     *,
-    num_values: int,
     num_pages: int | None = None,
     page_size: int | None = None,
     max_tokens: int | None = None,
@@ -59,9 +59,8 @@ def run(
     """Run the demo, print what it found, and write the HTML report.
 
     Args:
-        model: one that draws.
+        model: name or path of one that draws.
         path: where the report goes.
-        num_values: weights of the model.
         num_pages: pages of the pool; 512 slots when not given.
         page_size: tokens a page; 4 when not given.
         max_tokens: refused: a picture is no answer in words.
@@ -72,7 +71,9 @@ def run(
         What was measured, ready for JSON.
 
     Raises:
-        InputError: an illegal option, or a report that cannot be written.
+        InputError: an illegal option, a model that does not draw, or a report that cannot be written.
+        LoadError: weights that are damaged or do not fit into memory.
+        MissingExtraError: the extra ``bagel`` is not installed.
     """
     from kvlab.bench.orpheus import one_thread
 
@@ -81,8 +82,10 @@ def run(
         raise InputError(f"max_tokens is {max_tokens}, and this model's demo is a picture, which has none; leave it out")
     size = PAGE_SIZE if page_size is None else page_size
     pages = POOL_TOKENS // max(size, 1) + 1 if num_pages is None else num_pages
+    loaded = _load(model, console)
+    num_values = sum(parameter.numel() for parameter in loaded.net.parameters())
     with one_thread() if num_values <= SMALL_VALUES else nullcontext():
-        outcome, events = play(model, pages, size, console)
+        outcome, events = play(loaded, pages, size, console)
     _write(path, outcome, events)
     if not as_json:
         show(outcome, console)
@@ -92,6 +95,19 @@ def run(
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
+
+
+def _load(model: str | Path, console: Console) -> BagelModel:
+    from kvlab.models.bagel.spec import BagelModel
+    from kvlab.models.loading import load_model
+
+    begin = perf_counter()
+    with console.status(f"loading {model}"):
+        loaded = load_model(model)
+    if not isinstance(loaded, BagelModel):
+        raise InputError(f"{loaded.name} draws no pictures; this demo is that of a BAGEL model")
+    _say(console, f"{loaded.identity} loaded in {perf_counter() - begin:.1f} s")
+    return loaded
 
 
 def play(model: ModelSpec, num_pages: int, page_size: int, console: Console) -> tuple[PictureOutcome, Recorder]:
