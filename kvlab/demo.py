@@ -1,7 +1,8 @@
 """What ``kvlab demo`` does: a real model on prompts that share a beginning, with the cache and without.
 
-A model that speaks has a demo of its own, ``kvlab.demo_speech``, and so has one that draws, ``kvlab.demo_picture``. Here every request runs on two engines over one model, one of
-them with its cache off, so that each answer has a cold twin: equal token for token, or the first token that differs is named.
+A model that speaks has a demo of its own, ``kvlab.demo_speech``, and one that draws ``kvlab.demo_picture``. Here every request
+runs on two engines over one model, one of them with its cache off, so that each answer has a cold twin: equal token for token,
+or the first token that differs is named.
 """
 
 from __future__ import annotations
