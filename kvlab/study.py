@@ -65,6 +65,7 @@ def guided_sweep(model: str | Path = MODEL, *, prompt: str = PROMPT, num_seeds: 
     """
     from kvlab.lab.picture_studies import guided_sweep, sweep_totals
     from kvlab.spec import draw
+    from kvlab.viz.marks import count
     from kvlab.viz.pixels import sweep_table
 
     whole("num_seeds", num_seeds, 1)
@@ -72,7 +73,7 @@ def guided_sweep(model: str | Path = MODEL, *, prompt: str = PROMPT, num_seeds: 
         rows = guided_sweep(make_engine, draw(prompt), range(seed, seed + num_seeds))
     totals = sweep_totals(rows)
     finding = (
-        f"reuse saved {totals['saved_slots_share']:.0%} of the prompt slots of {num_seeds} seeds and "
+        f"reuse saved {totals['saved_slots_share']:.0%} of the prompt slots of {count(num_seeds, 'seed')} and "
         f"{totals['saved_time_share']:.1%} of the core's time; without it prefill takes {totals['prefill_share_without']:.1%}"
     )
     return Outcome("guided-sweep", finding, sweep_table(rows), totals)

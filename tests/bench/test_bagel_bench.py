@@ -1,4 +1,4 @@
-"""The bench of pictures, on a tiny random model: what it measures is there and draws the same; how fast it is, is not judged here."""
+"""The bench of pictures, on a tiny random model: what it measures is there and draws the same; speed is not judged here."""
 
 from __future__ import annotations
 

@@ -71,7 +71,11 @@ def test_a_comparison_without_a_hit_is_refused(make: Any) -> None:
 def test_a_row_says_what_it_was_made_with(make: Any) -> None:
     guided, plain = (studies.cold_against_hit(make(), TEXT, guided=guided, **SHORT)[1] for guided in (True, False))
     assert (guided.dtype, guided.num_timesteps, guided.is_guided) == ("float32", 4, True)
-    assert (guided.cached_slots, plain.cached_slots, plain.is_guided) == (24, 12, False)  # without guidance main alone is written
+    assert (guided.cached_slots, plain.cached_slots, plain.is_guided) == (
+        24,
+        12,
+        False,
+    )  # without guidance main alone is written
     assert guided.again.is_equal
     assert guided.drift.max_abs <= 1
 
