@@ -27,7 +27,7 @@ MakeEngine = Callable[..., "Engine"]
 
 DENOISE = "image_gen"  # the walk that draws
 UNGUIDED: dict[str, Any] = {"cfg_text_scale": 1.0, "cfg_img_scale": 1.0}
-LEVELS = range(-10, -2)  # powers of two of the injected noise
+LEVELS = range(-10, 0)  # powers of two of the injected noise: from what rounding makes to half of each value
 IGNORE_WALK = "ignore-walk"  # the lab switch that brings the historical fault back
 
 
