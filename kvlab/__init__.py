@@ -10,6 +10,7 @@ Every public name is loaded on first use, so that ``import kvlab`` costs millise
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from kvlab.spec import Chat, chat
 
 __version__ = "0.1.0"
+
+logging.getLogger("kvlab").addHandler(logging.NullHandler())  # a notebook shows nothing unless it asks
 
 __all__ = [
     "load",

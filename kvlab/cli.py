@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from kvlab import __version__
-from kvlab.errors import KvlabError
+from kvlab.errors import InputError, KvlabError
 
 #: What `kvlab bench` can measure: name -> "module:function", called without arguments, gives {"rows": ..., "machine": ...}.
 BENCHES = {
@@ -34,6 +34,8 @@ STUDIES = {
     "pixel-noise": "kvlab.study:pixel_noise",
     "wrong-walk": "kvlab.study:wrong_walk",
 }
+#: Workloads that `kvlab run` draws.
+RUN_WORKLOADS = ("shared-prefix", "chats", "edit-chains", "voices", "churn")
 
 plain = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": False, "pretty_exceptions_enable": False}
 app = typer.Typer(help="What happens when requests share the KV pages of a common prefix?", **plain)  # type: ignore[arg-type]
@@ -89,7 +91,7 @@ def _kvlab(
 @app.command()
 def demo(
     model: Annotated[str | None, typer.Option(help="Name or path of the model. [default: smollm2-135m]")] = None,
-    num_pages: Annotated[int | None, typer.Option("--pages", help="Pages in the pool.")] = None,
+    num_pages: Annotated[int | None, typer.Option("--pages", help="Pages in the pool, the sink included.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens a page.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate for each request.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the HTML report, or the two sounds.")] = None,
@@ -160,7 +162,7 @@ def size(
     as_json: Json = False,
 ) -> None:
     """Say how large a pool must be so that no request waits for pages."""
-    facts = _resolve("kvlab.run:size")(model, concurrency, context, shared, page_size)
+    facts = _asked("kvlab.run:size", model, concurrency, context, shared, page_size)
     if as_json:
         _print_json(facts)
     else:
@@ -169,20 +171,23 @@ def size(
 
 @app.command()
 def run(
-    workload: Annotated[str, typer.Option(help="shared-prefix | chats | churn, or a JSONL file of requests.")],
+    workload: Annotated[str, typer.Option(help=f"{' | '.join(RUN_WORKLOADS)}, or a JSONL file of requests.")],
     model: Annotated[str, typer.Option(help="Name or path of a model, or tracer.")] = "tracer",
     requests: Annotated[int, typer.Option(help="Requests to draw.")] = 32,
     prefix_pages: Annotated[int, typer.Option(help="Pages of the shared prefix.")] = 59,
     tail: Annotated[int, typer.Option(help="Tokens of a request after its prefix.")] = 8,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each request.")] = 64,
-    num_pages: Annotated[int, typer.Option("--pages", help="Usable pages in the pool.")] = 96,
+    num_pages: Annotated[int, typer.Option("--pages", help="Pages in the pool, the sink included.")] = 97,
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
     admission: Annotated[str, typer.Option(help="reserve | peak | none.")] = "reserve",
     admission_order: Annotated[str, typer.Option(help="fifo | backfill.")] = "fifo",
     preemption: Annotated[str | None, typer.Option(help="on | off. [default: on with reserve and peak]")] = None,
     host_pages: Annotated[int, typer.Option(help="Host pages for requests that make room for others.")] = 0,
+    host_tier_pages: Annotated[int, typer.Option(help="Host pages for cached pages that are evicted.")] = 0,
     max_concurrent_requests: Annotated[int | None, typer.Option(help="Most requests in flight.")] = None,
-    policy: Annotated[str, typer.Option(help="Order of eviction.")] = "lru",
+    policy: Annotated[
+        str, typer.Option(help="Order of eviction: arc | fifo | lfu | lru | priority | random | s3fifo | sieve | slru.")
+    ] = "lru",
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Reuse pages.")] = True,
     faults: Annotated[float, typer.Option(help="Share of requests to cancel, and of forwards to fail.")] = 0.0,
     check: Annotated[bool, typer.Option("--check", help="Verify every result and every invariant.")] = False,
@@ -191,10 +196,16 @@ def run(
     event_log: Annotated[Path | None, typer.Option(help="JSONL file of events.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Play a workload and say who completed. Exit code 0 if all did, 1 on a stall, a wrong value or a leaked page."""
+    """Play a workload and say who completed.
+
+    Exit code 0: every request completed, or was cancelled as the workload says; with --faults also when requests failed, since
+    that was asked for. 1: a stall, a failed request, a wrong value, a leaked page, or a file that cannot be written. 2: the
+    command line, the workload or the result file is wrong. 130: interrupted; with --out the same command goes on.
+    """
     if preemption not in (None, "on", "off"):
         raise typer.BadParameter(f"preemption is {preemption!r}; it is on or off", param_hint="--preemption")
-    report = _resolve("kvlab.run:play")(
+    report = _asked(
+        "kvlab.run:play",
         workload,
         model,
         shape={
@@ -207,12 +218,13 @@ def run(
             "faults": faults,
         },
         engine_options={
-            "num_pages": num_pages + 1,
+            "num_pages": num_pages,
             "page_size": page_size,
             "admission": admission,
             "admission_order": admission_order,
             "preemption": None if preemption is None else preemption == "on",
             "cpu_offload_pages": host_pages,
+            "host_tier_pages": host_tier_pages,
             "max_concurrent_requests": max_concurrent_requests,
             "policy": policy,
             "prefix_cache": prefix_cache,
@@ -225,8 +237,9 @@ def run(
     if as_json:
         _print_json(report)
     else:
-        typer.echo("\n".join(f"{name}: {value}" for name, value in report.items()))
-    if report["stall"] is not None or report["wrong_values"] or report["leaked_pages"]:
+        typer.echo("\n".join(f"{name}: {_in_words(value)}" for name, value in report.items()))
+    is_failure = any(report[name] for name in ("stall", "wrong_values", "leaked_pages", "log_error"))
+    if is_failure or (not faults and (report["failed"] or report["not_run"])):
         raise typer.Exit(1)
 
 
@@ -286,6 +299,24 @@ def _resolve(target: str) -> Callable[..., Any]:
     module, _, attribute = target.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return found
+
+
+def _asked(target: str, *args: Any, **options: Any) -> Any:
+    """Call ``target``; what it calls wrong input is exit code 2."""
+    try:
+        return _resolve(target)(*args, **options)
+    except InputError as error:
+        typer.echo(f"kvlab: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _in_words(value: Any) -> Any:
+    """One line for a reader: the sentence of a stall, and "none" where there is nothing."""
+    if isinstance(value, dict) and "message" in value:
+        return value["message"]
+    if isinstance(value, dict):
+        return ", ".join(f"{number} for {cause}" for cause, number in value.items()) or "none"
+    return "none" if value is None else value
 
 
 def _print_json(value: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
@@ -13,6 +15,8 @@ from kvlab.errors import InputError
 from kvlab.events import EVENT_TYPES, SCHEMA, Event
 from kvlab.options import is_whole
 from kvlab.pool_state import PoolState
+
+logger = logging.getLogger("kvlab.events")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Recorder:
     Args:
         clock: seconds, monotone; ``at_ms`` counts from the first call.
         max_events: most entries kept; None = all.
-        log_path: also write every event to this JSONL file.
+        log_path: also write every event to this JSONL file. A disk that fills up ends the file, not the run: ``log_error``
+            says so, and events go on being kept in memory.
 
     Raises:
         InputError: fewer than 2 events, or a log that cannot be written.
@@ -62,8 +67,8 @@ class Recorder:
         self._base = PoolState()
         self._num_folded = 0
         self._log = None if log_path is None else _open_log(log_path)
-        if self._log is not None:
-            self._log.write(json.dumps({"kvlab_events": SCHEMA}) + "\n")
+        self.log_error: str | None = None
+        self._write(json.dumps({"kvlab_events": SCHEMA}) + "\n")
 
     def __call__(self, event: Event) -> None:
         """Append ``event`` at the current step."""
@@ -71,9 +76,26 @@ class Recorder:
         entry = Entry(self._num_folded + len(self._entries), self.step, at_ms, event)
         self._entries.append(entry)
         if self._log is not None:
-            self._log.write(_to_line(entry))
+            self._write(_to_line(entry))
         if self._max_events is not None and len(self._entries) > self._max_events:
             self._fold(self._max_events // 2)
+
+    def _write(self, line: str) -> None:
+        if self._log is not None:
+            try:
+                self._log.write(line)
+            except OSError as error:
+                self._give_up_log(error)
+
+    def _give_up_log(self, error: OSError) -> None:
+        """Nobody can act on a full disk in the middle of a step: say so once, and go on without the file."""
+        log, self._log = self._log, None
+        if log is None:
+            return
+        self.log_error = f"the event log {log.name} is incomplete ({error.strerror})"
+        logger.warning("%s; events are kept in memory only", self.log_error)
+        with suppress(OSError):
+            log.close()
 
     def _fold(self, count: int) -> None:
         for entry in self._entries[:count]:
@@ -105,6 +127,10 @@ class Recorder:
             for entry in self._entries
             if (not kinds or isinstance(entry.event, kinds)) and (rid is None or getattr(entry.event, "rid", None) == rid)
         ]
+
+    def since(self, seq: int) -> list[Entry]:
+        """Entries from event ``seq`` on, those left out that fell out of memory."""
+        return self._entries[max(seq - self._num_folded, 0) :]
 
     def replay(self, until_seq: int | None = None) -> PoolState:
         """Rebuild the pool as it was after event ``until_seq`` (None = the last one).
@@ -189,10 +215,14 @@ class Recorder:
     def flush(self) -> None:
         """Push what was logged to the file."""
         if self._log is not None:
-            self._log.flush()
+            try:
+                self._log.flush()
+            except OSError as error:
+                self._give_up_log(error)
 
     def close(self) -> None:
         """Finish the log file."""
+        self.flush()
         if self._log is not None:
             self._log.close()
             self._log = None

@@ -34,7 +34,7 @@ TORCH_ROOMS = {"attention", "models", "engine", "lab", "assemble", "bench", "tra
 #: Belong to an extra: never imported at module level.
 OPTIONAL = {
     "diffusers", "flashinfer", "IPython", "ipywidgets", "jupytext", "nbclient", "nbformat", "pandas", "PIL", "plotly",
-    "pocketsphinx", "scipy", "skimage", "snac", "soundfile",
+    "pocketsphinx", "scipy", "snac", "soundfile",
 }  # fmt: skip
 #: Import strings that may cross the table: results find their figures by it when they are shown.
 BY_NAME = {"kvlab.viz.display"}

@@ -38,6 +38,7 @@ def pins(lines: list[str]) -> dict[str, str]:
 
 
 CONSTRAINTS = pins(read("constraints.txt").splitlines())
+HELD_BACK = {"importlib_metadata"}  # diffusers needs it; newer ones bring a package along that is weeks old
 
 
 def test_everything_needed_is_pinned_but_what_depends_on_the_cuda_at_hand() -> None:
@@ -45,7 +46,7 @@ def test_everything_needed_is_pinned_but_what_depends_on_the_cuda_at_hand() -> N
 
 
 def test_nothing_is_pinned_that_nobody_needs() -> None:
-    assert set(CONSTRAINTS) <= needs(*GROUPS)
+    assert set(CONSTRAINTS) - HELD_BACK <= needs(*GROUPS)
 
 
 def test_every_pin_lies_in_its_range() -> None:

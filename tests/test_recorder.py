@@ -1,7 +1,9 @@
-"""Where an event log may lie."""
+"""Where an event log may lie, and what becomes of a run whose disk is full."""
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvlab.errors import InputError
+from kvlab.events import RequestStarted
 from kvlab.recorder import Recorder
 
 
@@ -40,3 +43,54 @@ def test_a_log_to_read_is_a_path_too() -> None:
 def test_a_bound_that_keeps_too_little_or_is_no_number_is_refused(count: Any) -> None:
     with pytest.raises(InputError, match="max_events"):
         Recorder(clock=lambda: 0.0, max_events=count)
+
+
+class FullDisk(io.StringIO):
+    """A file that takes ``room`` characters, and then raises on every write and flush."""
+
+    name = "log.jsonl"
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def write(self, text: str) -> int:
+        if self.tell() + len(text) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("room", [0, 30, 500, 2_000])
+def test_a_full_disk_ends_the_log_and_not_the_run(
+    tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    plain = tracer(page_size=4, num_pages=20)
+    monkeypatch.setattr("kvlab.recorder._open_log", lambda path: FullDisk(room))
+    engine = tracer(page_size=4, num_pages=20, event_log=tmp_path / "log.jsonl")
+    prompts = [[1, 2, 3, 4, 5, 6, 7, n] for n in range(6)]
+    told = [e.generate(prompts, max_tokens=9) for e in (plain, engine)]
+    assert [r.ids for r in told[0]] == [r.ids for r in told[1]]
+    assert [entry.event.kind for entry in plain.events] == [entry.event.kind for entry in engine.events]
+    assert engine.events.log_error == "the event log log.jsonl is incomplete (No space left on device)"
+    assert [record.message.partition(";")[0] for record in caplog.records] == [engine.events.log_error]
+    engine.check()
+    assert engine.kv.arena.num_free + len(engine.kv.index) == engine.kv.usable_pages
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+@pytest.mark.parametrize("verb", ["flush", "close"])
+def test_what_only_fails_as_the_log_is_finished_is_told_too(verb: str) -> None:
+    recorder = Recorder(clock=lambda: 0.0, log_path="/dev/full")
+    assert recorder.log_error is None
+    getattr(recorder, verb)()
+    assert recorder.log_error == "the event log /dev/full is incomplete (No space left on device)"
+
+
+def test_entries_since_an_event_leave_out_what_fell_out_of_memory() -> None:
+    recorder = Recorder(clock=lambda: 0.0, max_events=4)
+    for rid in range(7):
+        recorder(RequestStarted(rid))
+    assert recorder.num_folded > 0
+    assert [entry.seq for entry in recorder.since(5)] == [5, 6]
+    assert [entry.seq for entry in recorder.since(0)] == [entry.seq for entry in recorder]
+    assert recorder.since(7) == []

@@ -46,6 +46,7 @@ class PagePool:
         self.miss_log = miss_log
         self.tier: HostTier | None = None
         self.may_grant: Callable[[RequestId, int], bool] | None = None
+        self.may_recall: Callable[[RequestId, int], bool] | None = None
         self._policy = make_policy(policy)
 
     def open_index(self) -> PrefixIndex:
@@ -181,7 +182,7 @@ class PagePool:
         room = self.arena.num_free + self.num_evictable - 1  # what is computed needs a page too
         keys = keys[: max(0, min(self.tier.run_of(stream.root, keys), room))]
         keys = list(takewhile(lambda key: index.page_for(stream.root, key) is None, keys))
-        if not keys or (self.may_grant is not None and not self.may_grant(stream.rid, len(keys))):
+        if not keys or (self.may_recall is not None and not self.may_recall(stream.rid, len(keys))):
             return
         host_pages = self.tier.hold(stream.root, keys)
         pages: list[int] = []

@@ -44,9 +44,15 @@ class PoolView(Resource):
 
     # -- what an admission gate asks
 
-    def guard_grants(self, may_grant: Callable[[RequestId, int], bool]) -> None:
-        """Ask ``may_grant(rid, num_pages)`` before fresh pages go to a stream; a no is a GrantDeferred."""
+    def guard_grants(
+        self, may_grant: Callable[[RequestId, int], bool], may_recall: Callable[[RequestId, int], bool] | None = None
+    ) -> None:
+        """Ask ``may_grant(rid, num_pages)`` before fresh pages go to a stream; a no is a GrantDeferred.
+
+        Before cached pages come back from the host ``may_recall`` is asked, the same when None; a no leaves them there.
+        """
         self._pool.may_grant = may_grant
+        self._pool.may_recall = may_grant if may_recall is None else may_recall
 
     def supply_pages(self, excluding: Sequence[int] = ()) -> int:
         """Free pages and those eviction could reach, ``excluding`` left out."""
@@ -70,10 +76,12 @@ class PoolView(Resource):
 
     def pages_taken(self, rid: RequestId) -> tuple[int, int]:
         """Pages of a request: (taken from the free list, lent by the index or leased)."""
+        fresh, lent = 0, 0
         with self._lock:
-            streams = self.streams_of(rid).values()
-            lent = sum(stream.hits + stream.lent_pages for stream in streams)
-            return sum(len(s.page_indices) - s.hits + (s.end_slots > 0) for s in streams), lent
+            for stream in self.streams_of(rid).values():
+                fresh += len(stream.page_indices) - stream.hits + (stream.end_slots > 0)
+                lent += stream.hits + stream.lent_pages
+        return fresh, lent
 
     # -- streams
 

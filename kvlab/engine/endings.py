@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from kvlab.cache.kv import KVResource
 from kvlab.engine.gate import Gate
+from kvlab.engine.intake import Intake
 from kvlab.engine.interrupts import deferred_interrupts
 from kvlab.engine.preprocess import PreprocessWorker
 from kvlab.engine.request import GenerationResult
@@ -30,6 +31,7 @@ class Endings(ABC):
     _resources: tuple[Resource, ...]
     _clock: Callable[[], float]
     _gate: Gate
+    _intake: Intake
     _walks: dict[str, Walk]
     _waiting: list[Run]
     _running: list[Run]
@@ -51,6 +53,8 @@ class Endings(ABC):
             self._end(run, run.reply_reason or ("length" if run.first_pass_s is None else "stop"), None)
         elif run.cancel_requested:
             self._end(run, "cancelled", None)
+        elif run.request.options.window is not None:
+            self._gate.amend(self._intake.claim(run))
 
     def _is_complete(self, run: Run, walk: Walk, landed: Landed) -> bool:
         """Take in what landed; True when the walk is over."""
@@ -117,8 +121,9 @@ class Endings(ABC):
                 self._end(run, "cancelled", None)
             elif run.past_deadline(now_s, self._round):
                 message = (
-                    f"request {run.rid} passed its deadline after {self._round - run.submitted_step} steps and "
-                    f"{now_s - run.submitted_s:.1f} s: {len(run.generated)} tokens generated, {run.held_steps} steps held"
+                    f"request {run.rid} passed its deadline ({run.request.options.deadlines}) after "
+                    f"{self._round - run.submitted_step} steps and {now_s - run.submitted_s:.1f} s: "
+                    f"{len(run.generated)} tokens generated, {run.held_steps} steps held"
                 )
                 self._end(run, "deadline", DeadlineError(message))
 

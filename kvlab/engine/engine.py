@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from kvlab.attention.base import AttentionBackend
 from kvlab.cache.kv import KVResource
+from kvlab.cache.pins import check_name
 from kvlab.engine.chunks import ChunkRule
 from kvlab.engine.declare import check_declaration, moved_root, open_caches
 from kvlab.engine.encoders import EncoderMemo
@@ -21,6 +22,7 @@ from kvlab.engine.holds import HoldLog
 from kvlab.engine.intake import Intake
 from kvlab.engine.interrupts import deferred_interrupts
 from kvlab.engine.offloads import Offloads
+from kvlab.engine.ownership import Ownership, for_one_thread
 from kvlab.engine.positions import Positions
 from kvlab.engine.preprocess import PreprocessWorker
 from kvlab.engine.request import GenerationResult, Request, RequestOptions, StreamChunk, read_options
@@ -39,6 +41,8 @@ logger = logging.getLogger("kvlab.engine")
 
 class Engine(Rounds):
     """Continuous batching over a paged KV cache with cross-request prefix reuse.
+
+    An engine belongs to one thread at a time: a call from a second one, while the first is inside, is refused.
 
     Args:
         model: what to run.
@@ -80,6 +84,7 @@ class Engine(Rounds):
         profile: str = "kvlab",
         encoder_cache_bytes: int = 256 << 20,
     ) -> None:
+        self.ownership = Ownership()
         self.model, self.kv, self.attention = model, kv, attention
         self.positions = Positions() if positions is None else positions
         self.sampler = Sampler(model.vocab_size, seed=seed) if sampler is None else sampler
@@ -97,7 +102,7 @@ class Engine(Rounds):
         self._in_flight: dict[RequestId, Run] = {}
         self._rids = itertools.count(1)
         self._gate = Gate(kv, admission or AdmissionOptions(), rounds_left=self._rounds_left, record=recorder)
-        kv.guard_grants(self._gate.may_grant)
+        kv.guard_grants(self._gate.may_grant, self._gate.may_recall)
         self._offloads = Offloads(kv, self._gate, self._running, self._intake.claim, policy=offload_policy)
         kv.pins.can_spare = self._gate.can_spare
         self._is_short = False  # an admitted request was held in the last round
@@ -136,6 +141,7 @@ class Engine(Rounds):
             raise InputError("this engine does not record; make it with record=True (kvlab.load) or recorder=Recorder(...)")
         return self.recorder
 
+    @for_one_thread
     def submit(self, prompt: Prompt, **options: Any) -> RequestHandle:
         """Queue a request; nothing runs until the engine steps.
 
@@ -176,6 +182,7 @@ class Engine(Rounds):
     def generate(self, prompt: list[Prompt], **options: Any) -> list[GenerationResult]: ...
     @overload
     def generate(self, prompt: Prompt, **options: Any) -> GenerationResult: ...
+    @for_one_thread
     def generate(self, prompt: Any, **options: Any) -> GenerationResult | list[GenerationResult]:
         """Run one prompt, or a list of prompts side by side, to the end.
 
@@ -199,6 +206,7 @@ class Engine(Rounds):
             raise
         return finished(handles) if several else handles[0].result()
 
+    @for_one_thread
     def step(self) -> int:
         """Advance every request that can by one chunk or one token; returns the number of rows that ran.
 
@@ -236,6 +244,7 @@ class Engine(Rounds):
         if self._in_step:
             raise InputError(f"on_token cannot {verb} the engine that is calling it; it may submit and cancel requests")
 
+    @for_one_thread
     def hand_over(self, handle: RequestHandle) -> HandedOver:
         """Let a request that has begun to generate rest here, so that another engine can go on with it.
 
@@ -256,6 +265,7 @@ class Engine(Rounds):
         published = {resource.key: resource.publish(run.rid) for resource in self._resources}
         return HandedOver(run.prompt_ids, tuple(run.generated), run.walk_index, run.request.options, published)
 
+    @for_one_thread
     def take_over(self, handed: HandedOver) -> RequestHandle:
         """Go on with a request that another engine began; the tokens it has are the first of its reply.
 
@@ -264,6 +274,7 @@ class Engine(Rounds):
         """
         return self._handle(self._submit(list(handed.prompt_ids), handed.options, handed))
 
+    @for_one_thread
     def pin(self, prompt: Prompt, *, name: str, salt: str = "", fields: Mapping[str, Any] | None = None) -> int:
         """Keep the whole pages of ``prompt`` cached under ``name`` until ``unpin``; what is not cached yet is computed.
 
@@ -277,21 +288,25 @@ class Engine(Rounds):
             InputError: as ``submit``; the name is taken, the prompt fills no page, the pool's ``max_pinned_pages`` would be
                 exceeded, or requests under way were promised the room. Then nothing is pinned.
         """
-        options = {"max_tokens": 0, "salt": salt, "fields": dict(fields or {})}
+        check_name(name)
+        options = {"max_tokens": 0, "salt": salt, "fields": {} if fields is None else fields}
         run = self._submit(prompt, read_options({**self.model.default_options, **options}))
         self._handle(run).result()
         return self.kv.pins.pin(name, RequestConfig(run.configs.get(self.kv.key, {}), salt=salt))
 
+    @for_one_thread
     def unpin(self, name: str) -> int:
         """Let the pages pinned as ``name`` go when room is needed; returns how many they are."""
         return self.kv.pins.unpin(name)
 
+    @for_one_thread
     def reset_prefix_cache(self) -> bool:
         """Forget every cached page and encoded picture. Pages of running requests stay readable and are not offered again."""
         self.encoders.clear()
         dropped = [resource.reset_prefix_cache("asked") for resource in self._resources]
         return all(dropped)
 
+    @for_one_thread
     def check(self) -> None:
         """Verify every invariant.
 
@@ -302,6 +317,7 @@ class Engine(Rounds):
             resource.check()
         self._gate.check()
 
+    @for_one_thread
     def close(self) -> None:
         """Cancel what is in flight and let go of workers and files."""
         self._refuse_in_step("close")

@@ -102,13 +102,19 @@ class Supply(Protocol):
 @dataclass(frozen=True)
 class Claim:
     """What a request will hold over its life: ``total_pages``, lent ones included, of them ``prompt_pages`` for its prompt, in
-    ``growth`` growing streams.
+    ``growth`` growing streams. ``own_pages`` it takes from the free list in the end however many are lent to it: a window lets
+    go of lent pages as of others.
     """
 
     rid: RequestId
     total_pages: int
     prompt_pages: int
     growth: int = 1
+    own_pages: int = 0
+
+    def fresh_pages(self, lent_pages: int) -> int:
+        """Pages it takes from the free list over its life while so many are lent to it."""
+        return max(self.total_pages - lent_pages, self.own_pages)
 
 
 class Gate:
@@ -180,12 +186,12 @@ class Gate:
         self._tell_waits(waiting[0], len(hit), supply)
         if not self._backfills:
             return None
-        shadow_round, spare_pages = self._head_start(waiting[0].total_pages - len(hit), supply)
+        shadow_round, spare_pages = self._head_start(waiting[0].fresh_pages(len(hit)), supply)
         for place in range(1, min(len(waiting), self.options.backfill_window + 1)):
             claim = waiting[place]
             hit = self._pool.peek_prefix(claim.rid)
             is_gone_in_time = self._rounds_left(claim.rid) <= shadow_round < UNKNOWN_ROUNDS
-            if (is_gone_in_time or claim.total_pages - len(hit) <= spare_pages) and fits(
+            if (is_gone_in_time or claim.fresh_pages(len(hit)) <= spare_pages) and fits(
                 claim, len(hit), self._pool.supply_pages(hit)
             ):
                 return self._let_in(waiting, place, len(hit))
@@ -198,12 +204,12 @@ class Gate:
         """Whether a claim with so many pages lent fits a supply, beside those admitted now: added up once for a whole look."""
         if self.options.admission == "reserve":
             owed = self.outstanding_pages()
-            return lambda claim, hit_pages, supply: owed + claim.total_pages - hit_pages <= supply
+            return lambda claim, hit_pages, supply: owed + claim.fresh_pages(hit_pages) <= supply
         held = self._footprints()
         held_pages = sum(f.held_pages for f in held)
 
         def fits(claim: Claim, hit_pages: int, supply: int) -> bool:
-            need, now = claim.total_pages - hit_pages, max(claim.prompt_pages - hit_pages, 0)
+            need, now = claim.fresh_pages(hit_pages), max(claim.prompt_pages - hit_pages, 0)
             entering = Footprint(0, need, now, claim.growth, self._rounds_left(claim.rid))
             return peak_pages([*held, entering], self._pool.page_size) <= supply + held_pages
 
@@ -233,8 +239,14 @@ class Gate:
         self._epoch += 1
         return True
 
+    def amend(self, claim: Claim) -> None:
+        """What an admitted request will hold has changed: a window let go of pages that it does not take again."""
+        if self._claims.get(claim.rid, claim) != claim:
+            self._claims[claim.rid] = claim
+            self._epoch += 1
+
     def _tell_waits(self, claim: Claim, hit_pages: int, supply: int) -> None:
-        need = claim.total_pages - hit_pages
+        need = claim.fresh_pages(hit_pages)
         reason = f"needs {need} pages"
         if self._record is not None and self._told.get(claim.rid) != reason:
             self._told[claim.rid] = reason
@@ -245,7 +257,7 @@ class Gate:
         room = supply - self.outstanding_pages()
         for claim in sorted(self._claims.values(), key=lambda c: self._rounds_left(c.rid)):
             _, lent = self._pool.pages_taken(claim.rid)
-            room += claim.total_pages - lent
+            room += claim.fresh_pages(lent)
             if room >= need:
                 return self._rounds_left(claim.rid), room - need
         return 0, 0
@@ -254,7 +266,8 @@ class Gate:
 
     def outstanding_pages(self) -> int:
         """Pages that admitted requests may still take from the free list."""
-        return sum(max(c.total_pages - sum(self._pool.pages_taken(c.rid)), 0) for c in self._claims.values())
+        taken = ((claim, *self._pool.pages_taken(claim.rid)) for claim in self._claims.values())
+        return sum(max(claim.fresh_pages(lent) - fresh, 0) for claim, fresh, lent in taken)
 
     def _footprints(self) -> list[Footprint]:
         return [self._footprint(claim) for claim in self._claims.values()]
@@ -262,7 +275,7 @@ class Gate:
     def _footprint(self, claim: Claim) -> Footprint:
         fresh, lent = self._pool.pages_taken(claim.rid)
         now = max(claim.prompt_pages - lent - fresh, 0)
-        return Footprint(fresh, claim.total_pages - lent, now, claim.growth, self._rounds_left(claim.rid))
+        return Footprint(fresh, claim.fresh_pages(lent), now, claim.growth, self._rounds_left(claim.rid))
 
     # -- grants, and the end
 
@@ -285,7 +298,17 @@ class Gate:
 
     def can_spare(self, pages: Sequence[int]) -> bool:
         """True when the admitted requests can still finish if cached ``pages`` cannot be had any more."""
-        supply = self._pool.supply_pages(pages)
+        return self._is_enough(self._pool.supply_pages(pages))
+
+    def may_recall(self, rid: RequestId, num_pages: int) -> bool:
+        """True when cached pages may come back from the host for ``rid``; a window lets go of them again, so that they are
+        taken beside what it reserved.
+        """
+        if rid not in self._claims or not self._claims[rid].own_pages:
+            return self.may_grant(rid, num_pages)
+        return self._is_enough(self._pool.supply_pages() - num_pages)
+
+    def _is_enough(self, supply: int) -> bool:
         if self.options.admission == "reserve":
             return self.outstanding_pages() <= supply
         return self.options.admission == "none" or can_finish(self._footprints(), supply)

@@ -59,12 +59,18 @@ class Intake:
         """What ``run`` will hold until its end."""
         slots = self._slots(run, run.request.options.max_tokens - (run.input_tokens - run.prompt_slots))
         prompt_pages = sum(self._kv.pages_needed(prompt) for prompt, _ in slots.values())
-        window = run.request.options.window_policy
+        window, own_pages = run.request.options.window_policy, 0
         if window is not None:
             most = window.most_tokens(self._kv.page_size)
-            slots = {label: (prompt, min(end, max(prompt, most))) for label, (prompt, end) in slots.items()}
+            kept_pages = window.protected_prefix // self._kv.page_size
+            own_pages = sum(max(self._kv.pages_needed(min(end, most)) - kept_pages, 0) for _, end in slots.values())
+            # the prompt is held whole until the first token; then the window has let go of what it does not keep
+            slots = {
+                label: (prompt, min(end, max(most, 0 if run.generated else prompt))) for label, (prompt, end) in slots.items()
+            }
         total_pages = sum(self._kv.pages_needed(end) for _, end in slots.values())
-        return Claim(run.rid, total_pages, prompt_pages, sum(end > prompt for prompt, end in slots.values()))
+        growth = sum(end > prompt for prompt, end in slots.values())
+        return Claim(run.rid, total_pages, prompt_pages, growth, own_pages)
 
     def _slots(self, run: Run, max_tokens: int) -> Mapping[str, tuple[int, int]]:
         return self._model.slots(run.record, max_tokens)
@@ -116,10 +122,11 @@ class Intake:
         total = positions + new + any(not walk.commits for walk in walks)  # what is drawn stands at one more
         if total > context:
             what = "tokens" if positions == run.prompt_slots else f"positions ({run.prompt_slots} slots)"
+            room = context - (total - options.max_tokens)
+            ask = f" or ask for at most {room} tokens" if room > 0 else ""
             raise InputError(
                 f"the prompt has {positions} {what} and max_tokens is {options.max_tokens}: {total} together, and the "
-                f"context of {self._model.name} is {context}; shorten the prompt or ask for at most "
-                f"{max(context - (total - options.max_tokens), 0)} tokens"
+                f"context of {self._model.name} is {context}; shorten the prompt{ask}"
             )
 
     def _prompt_positions(self, run: Run) -> int:

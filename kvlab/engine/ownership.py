@@ -10,12 +10,11 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from kvlab.errors import InputError
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Method = TypeVar("Method", bound=Callable[..., Any])  # its own type in and out, so that overloads stay what they are
 
 
 class Ownership:
@@ -58,22 +57,12 @@ class Ownership:
             self._lock.release()
 
 
-class Owned(Protocol):
-    """What has an ``ownership``."""
-
-    @property
-    def ownership(self) -> Ownership: ...
-
-
-S = TypeVar("S", bound=Owned)
-
-
-def for_one_thread(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make ``method`` refuse a thread that comes while another is inside its object."""
+def for_one_thread(method: Method) -> Method:
+    """Make a method refuse a thread that comes while another is inside; its object has an ``ownership``."""
 
     @functools.wraps(method)
-    def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.ownership.inside(method.__name__):
             return method(self, *args, **kwargs)
 
-    return guarded
+    return cast(Method, guarded)

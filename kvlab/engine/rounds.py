@@ -161,11 +161,12 @@ class Rounds(Endings):
             return
         live = self.kv.usable_pages - self.kv.arena.num_free
         settings = ", ".join(f"{name} is {value}" for name, value in self._gate.facts().items())
+        pinned, unpin = (f", {len(self.kv.pins)} of them pinned", "unpin something, ") if len(self.kv.pins) else ("", "")
         error = StallError(
             f"all {len(held)} running requests wait for pages and nothing can free one: {live} of {self.kv.usable_pages} "
-            f"usable pages are in use (page size {self.kv.page_size}); {settings}; give the pool more pages (num_pages), give "
-            "host pages (cpu_offload_pages), set max_concurrent_requests so that all of them fit at their final length, or "
-            "admit with admission='reserve'"
+            f"usable pages are in use{pinned} (page size {self.kv.page_size}); {settings}; {unpin}give the pool more pages "
+            "(num_pages), give host pages (cpu_offload_pages), set max_concurrent_requests so that all of them fit at their "
+            "final length, or admit with admission='reserve'"
         )
         if self.recorder is not None:
             self.recorder(Stalled([run.rid for run in held], self.kv.usable_pages, live, settings))

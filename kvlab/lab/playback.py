@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlab.errors import StallError
+from kvlab.errors import InputError, StallError
 from kvlab.events import PageEvicted, Stalled
+from kvlab.lab.result_file import ResultFile
 from kvlab.lab.workloads import WorkItem
 from kvlab.progress import progress
 
@@ -26,7 +25,11 @@ Verify = Callable[["GenerationResult"], bool]
 
 @dataclass
 class PlayReport:
-    """What came of a workload. ``stall`` is None, or the facts of the stall that ended it."""
+    """What came of a workload. ``stall`` is None, or the facts of the stall that ended it, its sentence as ``message``.
+
+    ``evictions`` counts pages by why they went: "allocation" for a request that needed one, "asked" for none. ``log_error``
+    says why an event log is incomplete.
+    """
 
     completed: int = 0
     cancelled: int = 0
@@ -43,11 +46,7 @@ class PlayReport:
     steps: int = 0
     evictions: dict[str, int] = field(default_factory=dict)
     stall: dict[str, Any] | None = None
-
-    @property
-    def is_clean(self) -> bool:
-        """True when nothing stalled, was wrong, or leaked."""
-        return self.stall is None and self.wrong_values == 0 and self.leaked_pages == 0
+    log_error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -60,60 +59,76 @@ class Player:
     Args:
         verify: says whether a completed result is right; None = not checked.
         check_every: steps between checks of every invariant; 0 = never.
-        output: JSONL file of results; requests already in it are not run again.
+        results: where results are written; requests already in it are not run again.
     """
 
     def __init__(
-        self, engine: Engine, *, verify: Verify | None = None, check_every: int = 0, output: Path | None = None
+        self, engine: Engine, *, verify: Verify | None = None, check_every: int = 0, results: ResultFile | None = None
     ) -> None:
-        self._engine, self._verify, self._check_every, self._output = engine, verify, check_every, output
-        self._done: dict[str, dict[str, Any]] = _read_results(output)
+        self._engine, self._verify, self._check_every, self._results = engine, verify, check_every, results
+        self._done: dict[str, Mapping[str, Any]] = {} if results is None else {row["id"]: row for row in results.rows}
         self._flying: list[tuple[WorkItem, RequestHandle, int]] = []
+        self._followers: dict[str, list[WorkItem]] = {}  # by what they wait for
         self._step = 0
+        self._next_event = 0
+        self._evictions: Counter[str] = Counter()
         self.report = PlayReport(resumed_from_file=len(self._done))
 
     def play(self, items: Iterable[WorkItem], *, total: int | None = None) -> PlayReport:
         """Run the workload to its end, or to a stall.
 
         Raises:
-            KeyboardInterrupt: what has ended so far is in the output file, and a second call goes on from there.
+            InputError: a request that this engine cannot serve.
+            KeyboardInterrupt: what has ended so far is in the result file, and another player goes on from there.
         """
+        arrivals = iter(progress(items, "workload", total=total, unit="request"))
         try:
-            for item in progress(items, "workload", total=total, unit="request"):
+            for item in arrivals:
                 if item.id not in self._done:
-                    self._wait_for(item)
-                    self._submit(item)
+                    self.report.not_run += 1  # until it is submitted
+                    self._wait_until(item.at_step)
+                    self._offer(item)
             while self._flying:
                 self._advance()
         except StallError as error:
             self._note_stall(error)
+            self.report.not_run += sum(1 for _ in arrivals)
         finally:
             self._close()
         return self.report
 
-    def _wait_for(self, item: WorkItem) -> None:
-        while self._step < item.at_step or (item.follows is not None and item.follows not in self._done):
-            if item.follows is not None and item.follows not in self._done and not self._flying:
-                return  # what it follows was never run; _submit says so
-            if not self._flying:
-                self._step = item.at_step
-                return
+    def _wait_until(self, step: int) -> None:
+        while self._step < step and self._flying:
             self._advance()
+        self._step = max(self._step, step)
+
+    def _offer(self, item: WorkItem) -> None:
+        """Submit ``item``, or keep it until what it follows has ended."""
+        if item.follows is None or item.follows in self._done:
+            self._submit(item)
+        else:
+            self._followers.setdefault(item.follows, []).append(item)
 
     def _submit(self, item: WorkItem) -> None:
         prompt: Any = list(item.ids)
         if item.follows is not None:
-            before = self._done.get(item.follows)
-            if before is None or before["reason"] == "error":
-                self.report.not_run += 1
+            before = self._done[item.follows]
+            if before["reason"] == "error":
+                self._end(item, {"reason": "error"})
                 return
             prompt = [*before["prompt_ids"], *before["ids"], *item.ids]
         options = {"max_tokens": item.max_tokens, "seed": item.seed, "temperature": item.temperature, "ignore_eos": True}
-        self._flying.append((item, self._engine.submit(prompt, name=item.id, **options), self._step))
+        try:
+            handle = self._engine.submit(prompt, name=item.id, **options)
+        except InputError as error:
+            raise InputError(f"request {item.id} of the workload: {error}") from error
+        self._flying.append((item, handle, self._step))
+        self.report.not_run -= 1
 
     def _advance(self) -> None:
         self._engine.step()
         self._step += 1
+        self._count_evictions()
         for item, handle, since in self._flying:
             if item.cancel_after is not None and self._step - since >= item.cancel_after:
                 handle.cancel()
@@ -137,10 +152,14 @@ class Player:
         report.cached_tokens += result.cached_tokens
         report.prompt_tokens += result.prompt_tokens
         row = {"id": item.id, "reason": result.finish_reason, "prompt_ids": result.prompt_ids, "ids": result.ids}
+        if self._results is not None and not isinstance(result.error, StallError):  # what a stall ended, another run may try
+            self._results.append(row | {"cached_tokens": result.cached_tokens, "error": str(result.error or "")})
+        self._end(item, row)
+
+    def _end(self, item: WorkItem, row: Mapping[str, Any]) -> None:
         self._done[item.id] = row
-        if self._output is not None:
-            with open(self._output, "a", encoding="utf-8", newline="\n") as f:
-                f.write(json.dumps(row | {"cached_tokens": result.cached_tokens, "error": str(result.error or "")}) + "\n")
+        for follower in self._followers.pop(item.id, ()):
+            self._submit(follower)
 
     def _note_stall(self, error: StallError) -> None:
         facts: dict[str, Any] = {"message": str(error), "step": self._step}
@@ -160,20 +179,17 @@ class Player:
         kv = self._engine.kv
         indexed = 0 if kv.index is None else len(kv.index)
         self.report.leaked_pages = kv.usable_pages - kv.arena.num_free - indexed
+        self._count_evictions()
         self.report.steps = self._step
-        if self._engine.recorder is not None:
-            evicted = Counter(
-                "asked" if e.event.for_rid is None else "allocation"  # type: ignore[attr-defined]
-                for e in self._engine.recorder.filter(PageEvicted)
-            )
-            self.report.evictions = dict(evicted)
+        self.report.evictions = dict(self._evictions)
 
-
-def _read_results(output: Path | None) -> dict[str, dict[str, Any]]:
-    if output is None or not output.exists():
-        return {}
-    rows = (json.loads(line) for line in output.read_text(encoding="utf-8").splitlines() if line.endswith("}"))
-    return {row["id"]: row for row in rows}
+    def _count_evictions(self) -> None:
+        recorder = self._engine.recorder
+        if recorder is not None:
+            for entry in recorder.since(self._next_event):
+                if isinstance(entry.event, PageEvicted):
+                    self._evictions["asked" if entry.event.for_rid is None else "allocation"] += 1
+            self._next_event = recorder.num_folded + len(recorder)
 
 
 @contextmanager

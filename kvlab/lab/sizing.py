@@ -15,13 +15,17 @@ class PoolSize:
     num_pages: int
     pool_bytes: int
     max_concurrent_requests: int
+    context_tokens: int
     page_size: int
     shared_pages: int
     pages_per_request: int
 
     def settings(self) -> str:
         """The arguments of ``kvlab.load``."""
-        return f"num_pages={self.num_pages}, page_size={self.page_size}, max_concurrent_requests={self.max_concurrent_requests}"
+        return (
+            f"num_pages={self.num_pages}, page_size={self.page_size}, max_concurrent_requests={self.max_concurrent_requests}, "
+            f"max_seq_len={self.context_tokens}"
+        )
 
 
 def size_pool(
@@ -48,4 +52,5 @@ def size_pool(
     shared = max(shared_tokens - 1, 0) // layout.page_size
     each = -(-context_tokens // layout.page_size) - shared
     num_pages = 1 + shared + concurrency * each
-    return PoolSize(num_pages, num_pages * layout.bytes_per_page(bytes_per_value), concurrency, layout.page_size, shared, each)
+    num_bytes = num_pages * layout.bytes_per_page(bytes_per_value)
+    return PoolSize(num_pages, num_bytes, concurrency, context_tokens, layout.page_size, shared, each)

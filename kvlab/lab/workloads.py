@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
@@ -79,6 +79,28 @@ def chats(shape: WorkloadShape) -> Iterator[WorkItem]:
         yield WorkItem(f"r{number}", 4 * chat, ids, shape.max_tokens, follows=before)
 
 
+def edit_chains(shape: WorkloadShape) -> Iterator[WorkItem]:
+    """Chains of four requests over one document: every request adds to what came before, but the third takes the second back
+    and goes another way.
+    """
+    draw = _Draw(shape)
+    document = draw.ids(max(shape.prefix_pages * shape.page_size // 2, 1))
+    for number in range(shape.requests):
+        chain, turn = divmod(number, 4)
+        before = None if turn == 0 else number - 2 if turn == 2 else number - 1
+        ids = (*document, *draw.ids(shape.tail)) if before is None else draw.ids(shape.tail)
+        yield WorkItem(f"r{number}", 4 * chain, ids, shape.max_tokens, follows=None if before is None else f"r{before}")
+
+
+def voices(shape: WorkloadShape) -> Iterator[WorkItem]:
+    """Four voices, each a long prefix of its own before texts of different lengths, a new one every other step."""
+    draw = _Draw(shape)
+    prefixes = [draw.ids(max(shape.prefix_pages * shape.page_size // 4, 1)) for _ in range(4)]
+    for number in range(shape.requests):
+        text = draw.ids(draw.random.randrange(1, 2 * shape.tail))
+        yield WorkItem(f"r{number}", 2 * number, (*draw.random.choice(prefixes), *text), shape.max_tokens)
+
+
 def churn(shape: WorkloadShape) -> Iterator[WorkItem]:
     """Short requests that share some of a few prefixes, come and go, and are sometimes cancelled; for endurance."""
     draw = _Draw(shape)
@@ -101,6 +123,8 @@ def churn(shape: WorkloadShape) -> Iterator[WorkItem]:
 WORKLOADS: dict[str, Callable[[WorkloadShape], Iterator[WorkItem]]] = {
     "shared-prefix": shared_prefix,
     "chats": chats,
+    "edit-chains": edit_chains,
+    "voices": voices,
     "churn": churn,
 }
 
@@ -128,17 +152,42 @@ def make_workload(name: str, shape: WorkloadShape) -> Iterator[WorkItem]:
     if name in WORKLOADS:
         return WORKLOADS[name](shape)
     if Path(name).is_file():
-        return read_workload(Path(name))
+        return iter(read_workload(Path(name)))
     raise InputError(f"there is no workload {name!r}; known are {', '.join(WORKLOADS)}, or give a JSONL file")
 
 
-def read_workload(path: Path) -> Iterator[WorkItem]:
-    """Yield the requests of a JSONL file, one object of WorkItem's fields a line."""
+def read_workload(path: Path) -> list[WorkItem]:
+    """Return the requests of a JSONL file, one object of WorkItem's fields a line.
+
+    Raises:
+        InputError: no UTF-8, no request at all, a line that is none, or one that names a request twice or an unknown one; the
+            message names the line.
+    """
     names = {f.name for f in fields(WorkItem)}
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _read_item(path, number, line, names)
+    items: dict[str, WorkItem] = {}
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            item = _read_item(path, number, line, names)
+            if item.id in items:
+                raise InputError(
+                    f"{path}, line {number}: there is a request {item.id} above already; give each an id of its own"
+                )
+            if item.follows is not None and item.follows not in items:
+                raise InputError(f"{path}, line {number}: {item.id} follows {item.follows}, which is none of those above it")
+            items[item.id] = item
+    if not items:
+        raise InputError(f"{path} holds no request; give one JSON object a line, with id, at_step, ids and max_tokens")
+    return list(items.values())
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise InputError(f"{path}, line {line}: not UTF-8; save the file as UTF-8") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})") from error
 
 
 def _read_item(path: Path, number: int, line: str, names: set[str]) -> WorkItem:
@@ -152,7 +201,7 @@ def _read_item(path: Path, number: int, line: str, names: set[str]) -> WorkItem:
         raise InputError(f"{path}, line {number}: not a request of a workload ({error})") from error
 
 
-def write_workload(path: Path, items: Iterator[WorkItem]) -> None:
+def write_workload(path: Path, items: Iterable[WorkItem]) -> None:
     """Write requests so that ``read_workload`` gives them back."""
     with open(path, "w", encoding="utf-8", newline="\n") as f:
         f.writelines(json.dumps(asdict(item)) + "\n" for item in items)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -132,6 +133,7 @@ class TracerModel(TextSchedule):
         self.max_seq_len = max_seq_len
         self.seed = seed
         self._checkpoint_path = checkpoint_path
+        self._marks = torch.arange(self.vocab_size) * 0x632BE59BD9B4E019  # one an id
 
     def checkpoint_path(self) -> str | None:
         return self._checkpoint_path
@@ -157,8 +159,10 @@ class TracerModel(TextSchedule):
 
     def answers(self, walk: str, rows: Sequence[RowInputs], seen: Sequence[Tensor]) -> list[Any]:
         """Return what ``forward`` returns; seen: [tokens] of each row."""
-        pairs = zip(rows, seen, strict=True)
-        return [None if row.logits_from is None else self.logits(x[row.logits_from :]) for row, x in pairs]
+        wanted = [None if row.logits_from is None else x[row.logits_from :] for row, x in zip(rows, seen, strict=True)]
+        asked = [x for x in wanted if x is not None]
+        logits = iter(self.logits(torch.cat(asked)).split([len(x) for x in asked]) if asked else ())
+        return [None if x is None else next(logits) for x in wanted]
 
     def digests(self, ids: Sequence[int], positions: Sequence[int] | None = None, last: int = 0) -> list[int]:
         """Return K of each token; ``last`` is K of the slot before them and ``positions`` are 0, 1, ... when not given."""
@@ -171,7 +175,7 @@ class TracerModel(TextSchedule):
 
     def logits(self, seen: Tensor) -> Tensor:
         """Return what follows from what was seen; seen [wanted] int64, result [wanted, vocab_size] float32 in [-8, 8)."""
-        mixed = (seen[:, None] ^ (torch.arange(self.vocab_size) * 0x632BE59BD9B4E019)) * 0x2545F4914F6CDD1D
+        mixed = (seen[:, None] ^ self._marks) * 0x2545F4914F6CDD1D  # [wanted] -> [wanted, vocab_size]
         mixed = (mixed ^ (mixed >> 29)) * 0x369DEA0F31A53F85
         return (mixed >> 40).to(torch.float32) / 2**20
 
@@ -186,8 +190,11 @@ class TracerModel(TextSchedule):
 
     def next_logits(self, ids: Sequence[int]) -> Tensor:
         """Return the logits [vocab_size] after ``ids``, computed without pages."""
-        slots = _slot_bytes(self.digests(ids), ids)
-        return self.logits(torch.tensor([_int64(hashlib.blake2b(slots, digest_size=8))]))[0]
+        return self.cold_logits(ids, len(ids) - 1)[0]
+
+    def cold_logits(self, ids: Sequence[int], start: int) -> Tensor:
+        """Return the logits after each of ``ids[start:]``, [len(ids) - start, vocab_size], computed without pages."""
+        return self.logits(torch.tensor(_prefix_hashes(_slot_bytes(self.digests(ids), ids), start), dtype=torch.int64))
 
     def check_pages(
         self, store: KVStore, pages: Sequence[int], ids: Sequence[int], positions: Sequence[int] | None = None
@@ -223,7 +230,7 @@ def _slots(store: KVStore, pages: Sequence[int], length: int) -> list[list[int]]
 
 def _slot_bytes(k: Sequence[int], v: Sequence[int]) -> bytes:
     """Return K and V of the slots, 16 bytes a slot."""
-    return b"".join(struct.pack("<qq", *slot) for slot in zip(k, v, strict=True))
+    return struct.pack(f"<{2 * len(k)}q", *chain.from_iterable(zip(k, v, strict=True)))
 
 
 def _prefix_hashes(slots: bytes, start: int) -> list[int]:

@@ -213,6 +213,20 @@ def test_a_lease_nobody_agreed_to_is_given_back():
     assert d.kv.stream(2).hits == 0
 
 
+def test_what_was_lent_to_a_refused_request_stays_its_own_through_a_reset():
+    d = make(num_pages=8)
+    d.serve(1, range(10))
+    d.ingest(2, range(10))
+    d.ingest(3, range(100, 124))
+    assert d.probe(2) == 8
+    step, ctx = step_of("prefill", {2: 2, 3: 24})
+    assert d.kv.admit(step, ctx) is not None  # there is no room for both
+    d.kv.reset_prefix_cache("asked")
+    assert d.probe(2) == 8
+    (row,) = d.run("prefill", {2: 2}).rows
+    assert (row.length, row.to_compute) == (10, 2)
+
+
 def test_an_agreement_holds_for_one_try():
     d = make()
     d.serve(1, range(10))

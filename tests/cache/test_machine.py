@@ -301,6 +301,7 @@ class Lifecycle(RuleBasedStateMachine):
                 truth.hit = stored
                 self.check_misses(row.rid)
             assert len(truth.digests) == stored
+            assert step.walk != "prefill" or ids[row.rid] == truth.prompt[stored : stored + len(ids[row.rid])]
             made = self.digest(truth, ids[row.rid], truth.digests[-1] if stored else None)
             for slot, digest in enumerate([*truth.digests, *made]):
                 place = row.pages[slot // PAGE], slot % PAGE

@@ -110,3 +110,20 @@ def test_of_many_threads_that_come_at_once_one_is_inside_at_any_time() -> None:
         thread.join(30)
     assert most == [1]
     assert box.step() == 1
+
+
+def test_an_engine_refuses_a_second_thread_and_finishes_what_the_first_began(tracer) -> None:
+    engine = tracer()
+    refusals: list[Any] = []
+
+    def intrude(chunk: Any) -> None:
+        verbs = {"submit": lambda: engine.submit([1, 2]), "step": engine.step, "check": engine.check}
+        refusals.extend((verb, in_thread(call)) for verb, call in verbs.items() if chunk.index == 0)
+
+    result = engine.generate([1, 2, 3], max_tokens=3, on_token=intrude)
+    assert list(result.ids) == engine.model.continuation([1, 2, 3], 3)
+    assert [verb for verb, _ in refusals] == ["submit", "step", "check"]
+    for verb, error in refusals:
+        assert isinstance(error, InputError)
+        assert f"{verb} was called in thread 'second'" in str(error)
+    assert in_thread(lambda: engine.generate([1, 2, 3], max_tokens=3)).ids == result.ids, "threads may take turns"

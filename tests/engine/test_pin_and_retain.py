@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvlab.cache.policies.priority import Priority
-from kvlab.errors import InputError
+from kvlab.errors import InputError, StallError
 from kvlab.spec import RequestConfig, Retention
 
 SYSTEM = [1 + i % 60 for i in range(48)]  # three pages of 16
@@ -104,3 +104,23 @@ def test_answers_are_the_same_under_every_policy(tracer, policy) -> None:
     assert all(list(r.ids) == engine.model.continuation(list(r.prompt_ids), 6) for r in results)
     assert engine.kv.index.counters.evictions > 10
     assert engine.kv.index.counters.matched_pages > 10
+
+
+def test_a_stall_says_how_many_pages_are_pinned(tracer) -> None:
+    engine = tracer(page_size=16, num_pages=9, admission="none")
+    engine.pin(SYSTEM, name="system")
+    with pytest.raises(StallError, match=r"8 of 8 usable pages are in use, 3 of them pinned .*; unpin something, give"):
+        engine.generate([[n + 1] * 20 for n in range(3)], max_tokens=60)
+    engine.unpin("system")
+    with pytest.raises(StallError, match=r"usable pages are in use \(page size 16\)"):
+        engine.generate([[n + 1] * 50 for n in range(3)], max_tokens=60)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"name": ""}, "name of a pin is ''"), ({"name": "a", "fields": 3}, "fields is 3")]
+)
+def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(tracer, wrong, message) -> None:
+    engine = tracer(page_size=16)
+    with pytest.raises(InputError, match=message):
+        engine.pin(SYSTEM, **wrong)
+    assert engine.kv.counters.committed_tokens == 0

@@ -81,3 +81,24 @@ def test_illegal_windows_are_refused(tracer, window):
 def test_a_window_cannot_protect_more_than_the_prompt(tracer):
     with pytest.raises(InputError, match="protects 24 tokens and the prompt has 23"):
         tracer().generate(PROMPT, window=(4, 24))
+
+
+@pytest.mark.parametrize("host_tier_pages", [0, 20])
+def test_pages_lent_to_a_window_are_reserved_anew(tracer, host_tier_pages):
+    engine = tracer(page_size=4, num_pages=25, host_tier_pages=host_tier_pages)
+    engine.generate(PROMPT, max_tokens=2)
+    others = [engine.submit([*PROMPT, n], max_tokens=20) for n in range(2)]
+    windowed = [engine.submit([*PROMPT[:20], n, n], max_tokens=30, window=(6, 4)) for n in range(3)]
+    while not all(handle.done for handle in [*others, *windowed]):
+        engine.step()
+        engine.check()  # what is owed can be had
+    assert all(handle.outcome.held_steps == 0 and handle.outcome.cached_tokens for handle in [*others, *windowed])
+
+
+def test_a_window_owes_no_more_than_it_will_hold(tracer):
+    engine = tracer(page_size=4, num_pages=12)
+    handle = engine.submit(PROMPT, max_tokens=100, window=(1, 0))
+    engine.step()
+    held = sum(engine.kv.pages_taken(handle.rid))
+    assert held + engine._gate.outstanding_pages() == 3  # nine tokens: the budget of one, and a page on either side
+    handle.cancel()

@@ -29,7 +29,10 @@ class Belady:
 
     def __init__(self, future: Iterable[Sequence[bytes]] | None = None) -> None:
         if future is None:
-            raise InputError("policy belady must know the future; pass Belady(future=[keys of each request, in order])")
+            raise InputError(
+                "policy belady must know the future, so its name alone makes none; pass Belady(future=[keys of each request, "
+                "in order]) where a replay knows them, or take another policy, for example lru"
+            )
         self._future = [tuple(keys) for keys in future]
         self._uses: dict[bytes, list[int]] = {}  # key -> numbers of the requests that use it
         for number, keys in enumerate(self._future):
