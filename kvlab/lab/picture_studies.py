@@ -122,35 +122,40 @@ def pixel_row(engine: Engine, found: Triplet, name: str, num_timesteps: int, gui
 
 
 def drift_against_match(
-    engine: Engine, text: str, matches: Iterable[int] | None = None, *, num_timesteps: int = 25, seed: int = 0, **settings: Any
+    engine: Engine,
+    text: str,
+    matches: Iterable[int] | None = None,
+    *,
+    num_timesteps: int = 25,
+    guided: bool = True,
+    seed: int = 0,
+    **settings: Any,
 ) -> list[PixelRow]:
     """Draw a text after growing parts of its prompt were prefilled, and compare each with the cold picture.
 
     Args:
         engine: its cache is forgotten before each picture; pages of few tokens allow many parts.
         matches: tokens of the prompt to be found cached, whole pages before its last token; None = every such number.
+        guided, settings: as in ``cold_against_hit``.
 
     Raises:
         InputError: a number that cannot be matched, or that was not.
     """
-    prompt = draw(text, num_timesteps=num_timesteps, **settings)
-    engine.reset_prefix_cache()
+    prompt = draw(text, **settings | {"num_timesteps": num_timesteps} | ({} if guided else UNGUIDED))
     cold, again = (engine.generate(prompt, seed=seed, prefix_cache=False) for _ in range(2))
     size, ids = engine.kv.page_size, list(cold.prompt_ids)
-    wanted = range(size, len(ids), size) if matches is None else list(matches)
     rows = []
-    for tokens in progress(wanted, "matched tokens", unit="picture"):
+    for tokens in progress(list(range(size, len(ids), size) if matches is None else matches), "matched tokens", unit="picture"):
         if tokens % size or not 0 < tokens < len(ids):
             raise InputError(
-                f"{tokens} of {len(ids)} tokens cannot be matched in pages of {size}; give whole pages before the end"
+                f"{tokens} of {len(ids)} tokens are not whole pages of {size} before the end, and cannot be matched"
             )
         engine.reset_prefix_cache()
         engine.generate(ids[:tokens], max_tokens=0)
         hit = engine.generate(prompt, seed=seed, name=f"{tokens} cached")
         if hit.cached_tokens != tokens:
             raise InputError(f"{hit.cached_tokens} tokens were found cached where {tokens} had just been prefilled")
-        found = Triplet(cold, hit, again)
-        rows.append(pixel_row(engine, found, hit.name, num_timesteps, guided=settings.get("cfg_text_scale", 4.0) > 1))
+        rows.append(pixel_row(engine, Triplet(cold, hit, again), hit.name, num_timesteps, guided))
     return rows
 
 
@@ -225,7 +230,7 @@ def guided_sweep(make_engine: MakeEngine, prompt: Prompt, seeds: Iterable[int] =
     """Draw one prompt with several seeds, with reuse of guided prefill and without.
 
     Without is what the published system does: its profile never probes guided prefill. Both sides take turns, so that a slow
-    moment of the machine touches both; one picture each, of another prompt, warms them up.
+    moment of the machine touches both; one picture each, which is neither cached nor counted, warms them up.
 
     Args:
         make_engine: called with ``profile``.

@@ -88,7 +88,7 @@ def test_settings_are_every_guidance_by_every_schedule(make: Any) -> None:
 def test_each_row_was_matched_as_far_as_it_says(make: Any) -> None:
     rows = studies.drift_against_match(make(), TEXT, **SHORT)
     assert [(row.cached_tokens, row.cached_slots) for row in rows] == [(4, 4), (8, 8), (12, 12)]
-    with pytest.raises(InputError, match="5 of 14 tokens cannot be matched in pages of 4"):
+    with pytest.raises(InputError, match="5 of 14 tokens are not whole pages of 4"):
         studies.drift_against_match(make(), TEXT, [5], **SHORT)
 
 
