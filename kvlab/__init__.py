@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvlab.errors import InputError, IntegrityError, KvlabError, StallError
     from kvlab.models.registry import fetch
     from kvlab.recorder import Recorder
-    from kvlab.spec import Chat, chat
+    from kvlab.spec import Chat, ask, chat, draw
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,8 @@ logging.getLogger("kvlab").addHandler(logging.NullHandler())  # a notebook shows
 __all__ = [
     "load",
     "chat",
+    "ask",
+    "draw",
     "fetch",
     "Engine",
     "GenerationResult",
@@ -49,6 +51,8 @@ __all__ = [
 _LAZY = {
     "load": "kvlab.assemble:load",
     "chat": "kvlab.spec:chat",
+    "ask": "kvlab.spec:ask",
+    "draw": "kvlab.spec:draw",
     "fetch": "kvlab.models.registry:fetch",
     "Engine": "kvlab.engine.engine:Engine",
     "GenerationResult": "kvlab.engine.request:GenerationResult",

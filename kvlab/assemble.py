@@ -60,13 +60,15 @@ def load(
     preprocess: str = "inline",
     encoder_cache_bytes: int = 256 << 20,
     profile: str = "kvlab",
+    keying: str = "walk",
     check_invariants: bool | None = None,
     resources: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Engine:
     """Load a model by name or path and return an engine that runs it.
 
     Args:
-        name_or_path: "smollm2-135m", "smollm2-135m@hub", "org/name" on the hub, a checkpoint folder, or a GGUF file.
+        name_or_path: "smollm2-135m", "smollm2-135m@hub", "org/name" on the hub, a checkpoint folder, or a GGUF file. A folder
+            with an llm_config.json is a BAGEL, which reads and draws pictures.
         num_pages: pages of the pool, page 0 (the sink) included; ``pool_bytes`` gives its size in bytes instead.
         page_size: KV slots a page.
         dtype: compute dtype: float32 (default on a CPU), bfloat16 (default on CUDA) or float64; ``kv_dtype`` of the pages.
@@ -133,6 +135,7 @@ def load(
         preprocess=preprocess,
         encoder_cache_bytes=encoder_cache_bytes,
         profile=profile,
+        keying=keying,
         check_invariants=check_invariants,
         resources=resources,
     )
@@ -175,6 +178,7 @@ def build_engine(
     preprocess: str = "inline",
     encoder_cache_bytes: int = 256 << 20,
     profile: str = "kvlab",
+    keying: str = "walk",
     check_invariants: bool | None = None,
     resources: Mapping[str, Mapping[str, Any]] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -242,6 +246,7 @@ def build_engine(
         check_invariants=checks,
         record=recorder,
         miss_log=MissLog(pages) if record else None,
+        keying=keying,
     )
     engine = Engine(
         model,

@@ -244,11 +244,23 @@ def run(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
-    """Say what is installed, which device, memory, weights and backends are usable, and what to install for the rest."""
-    from kvlab.doctor import examine, render
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Say what this model takes instead: a name or a checkpoint folder.")] = None,
+    dtype: Annotated[str, typer.Option(help="With --model: of weights and pages.")] = "bfloat16",
+    as_json: Json = False,
+) -> None:
+    """Say what is installed, which device, memory, weights and backends are usable, and what to install for the rest.
 
-    findings = examine()
+    With --model: how much memory its weights and typical requests take, told from its config.
+    """
+    if model is None:
+        from kvlab.doctor import examine, render
+
+        findings = examine()
+    else:
+        from kvlab.needs import needs, render
+
+        findings = needs(model, dtype=dtype)
     if as_json:
         _print_json(findings)
     else:

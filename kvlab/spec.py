@@ -203,6 +203,7 @@ def draw(
     cfg_renorm_min: float | None = None,
     vae_sample: str | None = None,
     noise: Any = None,
+    vae_noise: Any = None,
 ) -> Mixed:
     """Ask for a picture: of a text, or an edit of the pictures among ``parts``. What is None is the model's default.
 
@@ -218,6 +219,8 @@ def draw(
         cfg_renorm_min: least factor by which guidance may shrink a velocity.
         vae_sample: "sample" encodes pictures with noise from the request's seed, "mean" without.
         noise: the start noise itself, [tokens, channels], instead of the seed's.
+        vae_noise: the noise with which each picture given is encoded, [channels, height, width] of its latent each, instead
+            of the seed's.
 
     >>> draw("a red circle", size=(64, 64)).settings
     {'size': (64, 64)}
@@ -226,6 +229,7 @@ def draw(
         "size": size, "num_timesteps": num_timesteps, "timestep_shift": timestep_shift, "cfg_text_scale": cfg_text_scale,
         "cfg_img_scale": cfg_img_scale, "cfg_interval": cfg_interval, "cfg_renorm": cfg_renorm,
         "cfg_renorm_min": cfg_renorm_min, "vae_sample": vae_sample, "noise": noise,
+        "vae_noise": vae_noise,
     }  # fmt: skip
     return Mixed(parts, "picture", think, {name: value for name, value in settings.items() if value is not None})
 

@@ -23,8 +23,10 @@ NAMES = [
     "Recorder",
     "StallError",
     "__version__",
+    "ask",
     "cache",
     "chat",
+    "draw",
     "fetch",
     "lab",
     "load",
@@ -38,16 +40,20 @@ SIGNATURES = {
     "GenerationResult": "(rid, name, text, ids, prompt_ids, prompt_tokens, cached_tokens, cached_by_label, pages_matched, "
     "page_size, finish_reason, ttft_ms, total_ms, tokens_per_s, misses, model, request, fork=None, logprobs=(), "
     "prompt_logprobs=(), held_steps=0, preemptions=0, resumed_tokens=0, offloads=0, error=None, stop_ids=frozenset(), "
-    "encoder_calls=0, first_pass_ms=None, pixels=None)",
+    "encoder_calls=0, first_pass_ms=None, pixels=None, opening_ids=(), keying='walk')",
     "Recorder": "(*, clock, max_events=500000, log_path=None)",
+    "ask": "(*parts, think=False)",
     "chat": "(user, *, system=None)",
+    "draw": "(*parts, think=False, size=None, num_timesteps=None, timestep_shift=None, cfg_text_scale=None, "
+    "cfg_img_scale=None, cfg_interval=None, cfg_renorm=None, cfg_renorm_min=None, vae_sample=None, noise=None, "
+    "vae_noise=None)",
     "fetch": "(name, *, say=announce)",
     "load": "(name_or_path, *, num_pages=None, pool_bytes=None, page_size=16, dtype=None, kv_dtype=None, device=None, seed=0, "
     "record=True, event_log=None, max_seq_len=None, max_concurrent_requests=None, admission=None, "
     "admission_order='fifo', backfill_protect='easy', backfill_window=128, preemption=None, cpu_offload_pages=0, "
     "host_tier_pages=0, offload_policy='lru', max_step_tokens=2048, prefix_cache=True, prefix_cache_salt='', "
     "policy='lru', max_pinned_pages=None, attention='torch', preprocess='inline', encoder_cache_bytes=268435456, "
-    "profile='kvlab', check_invariants=None, resources=None)",
+    "profile='kvlab', keying='walk', check_invariants=None, resources=None)",
 }
 
 #: What an engine and a result can do, beside the fields above.

@@ -147,7 +147,14 @@ class Endings(ABC):
         for resource in self._resources:
             resource.remove_request(run.rid)
         run.result = run.to_result(
-            reason, now_s=self._clock(), page_size=self.kv.page_size, model=self.model.identity, misses=misses, error=error
+            reason,
+            now_s=self._clock(),
+            page_size=self.kv.page_size,
+            model=self.model.identity,
+            misses=misses,
+            error=error,
+            starts_with=self._starts_with(run),
+            keying=self.kv.keying,
         )
         run.state = None
         if self.recorder is not None:
@@ -157,12 +164,17 @@ class Endings(ABC):
             cached, ttft_ms = run.result.cached_tokens, run.result.ttft_ms
             self.recorder(RequestFinished(run.rid, reason, cached, len(run.generated), ttft_ms, message))
 
+    def _starts_with(self, run: Run) -> int | None:
+        """Return the id that opens its reply, None where a prefill samples the first one."""
+        opened = (self._walks[name].starts_with for name in run.schedule)
+        return next((token for token in opened if token is not None), None)
+
     def _remember_keys(self, run: Run) -> None:
         """Leave the key list with the worker, so that a follow-up hashes only what it adds.
 
         Only of plain text, whose ids alone make its keys: elsewhere they also name pictures, or ids that nobody sampled.
         """
-        if run.is_laid_out or any(self._walks[name].starts_with is not None for name in run.schedule):
+        if run.is_laid_out or self._starts_with(run) is not None:
             return
         keys = self.kv.page_keys(run.rid, "main")
         if keys:

@@ -250,6 +250,8 @@ class GenerationResult:
     cancelled | deadline | error; ``error`` is set for the last two; a picture without a written plan ends with "stop".
     ``resumed_tokens`` were found cached after preemptions, and count as no hit; ``offloads`` = times it made room on host
     pages. ``encoder_calls`` = encoder runs for its pictures. ``pixels`` of the picture: uint8 tensor [height, width, 3].
+    ``opening_ids`` were written before the first of ``ids`` and not sampled. With a ``keying`` other than "walk" hits may be
+    wrong, for pages were filed as the historical fault did.
     """
 
     rid: RequestId
@@ -281,6 +283,8 @@ class GenerationResult:
     encoder_calls: int = 0
     first_pass_ms: float | None = None
     pixels: Any = field(default=None, compare=False)
+    opening_ids: tuple[int, ...] = ()
+    keying: str = "walk"
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= 40 else self.text[:37] + "..."
@@ -288,7 +292,7 @@ class GenerationResult:
         picture = "" if self.pixels is None else f"picture {self.pixels.shape[0]}x{self.pixels.shape[1]}, "
         return (
             f"GenerationResult({self.name or self.rid}: {picture}{words}{self.finish_reason}, "
-            f"cached {self.cached_tokens} of {self.prompt_tokens})"
+            f"cached {self.cached_tokens} of {self.prompt_tokens}{'' if self.keying == 'walk' else f', keying {self.keying}'})"
         )
 
     @property
@@ -318,7 +322,7 @@ class GenerationResult:
         prompt = self.request.prompt
         if isinstance(prompt, Mixed):
             return self._follow_up_mixed(prompt, text)
-        kept = (*self.prompt_ids, *self._reply_ids())
+        kept = (*self.prompt_ids, *self.opening_ids, *self._reply_ids())
         if isinstance(prompt, Chat):
             messages = (*prompt.messages, ("assistant", self.text), ("user", text))
             return Chat(messages, kept, len(prompt.messages) + 1)

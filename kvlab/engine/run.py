@@ -168,9 +168,18 @@ class Run:
         self.input_tokens = len(self.prompt_ids) + len(self.generated)
 
     def to_result(
-        self, reason: str, *, now_s: float, page_size: int, model: str, misses: Sequence[Miss], error: Exception | None
+        self,
+        reason: str,
+        *,
+        now_s: float,
+        page_size: int,
+        model: str,
+        misses: Sequence[Miss],
+        error: Exception | None,
+        starts_with: int | None,
+        keying: str,
     ) -> GenerationResult:
-        """Freeze what the client gets."""
+        """Freeze what the client gets; ``starts_with`` is the id that opens its replies."""
         self.text.finish()
         cached_by_label = self.cached()
         cached = cached_by_label.get("main", 0)
@@ -204,6 +213,8 @@ class Run:
             stop_ids=self.stop_ids,
             encoder_calls=self.encoder_calls,
             first_pass_ms=self._ms_until(self.first_pass_s),
+            opening_ids=(starts_with,) if starts_with is not None and self.generated else (),
+            keying=keying,
             **self.outputs,
         )
 

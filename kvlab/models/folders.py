@@ -12,6 +12,9 @@ from kvlab.models.fields import list_field
 from kvlab.models.places import sha256_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Parts of a BAGEL checkpoint: NAME.safetensors, or shards with NAME.safetensors.index.json.
+NETWORK, AUTOENCODER = "ema", "ae"
+BAGEL_CONFIG = "llm_config.json"
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 
 
@@ -76,11 +79,13 @@ def weight_map(folder: Path) -> dict[str, list[str]] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder in order of name.
+    """Return the safetensors files of a folder in order of name; in a BAGEL folder the network's, then the autoencoder's.
 
     Raises:
         LoadError: there are none, or a shard is missing.
     """
+    if is_bagel(folder):
+        return [*part_files(folder, NETWORK), *part_files(folder, AUTOENCODER)]
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     shards = weight_map(folder)
@@ -92,10 +97,37 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(shards)]
 
 
+def is_bagel(folder: Path) -> bool:
+    """True for a folder with the config of BAGEL's decoder, which no other checkpoint has under this name."""
+    return (folder / BAGEL_CONFIG).is_file()
+
+
+def part_files(folder: Path, part: str) -> tuple[Path, ...]:
+    """Return the weight files of one part of a checkpoint, "ema" or "ae".
+
+    Raises:
+        LoadError: There are none, or a shard is missing.
+    """
+    whole, index = folder / f"{part}.safetensors", folder / f"{part}.safetensors.index.json"
+    if whole.is_file():
+        return (whole,)
+    if not index.is_file():
+        what = "the network's weights" if part == NETWORK else "the autoencoder's weights, without which no picture is drawn"
+        raise LoadError(f"{folder} has neither {whole.name} nor {index.name}, {what}; get the rest of the checkpoint")
+    entries = read_json(index).get("weight_map")
+    if not isinstance(entries, dict) or not entries or not all(isinstance(name, str) for name in entries.values()):
+        raise LoadError(f"{index} has no weight_map of tensor names to files; get it again")
+    shards = [folder / name for name in sorted(set(entries.values()))]
+    for shard in shards:
+        if shard.parent != folder or not shard.is_file():
+            raise LoadError(f"{folder} lacks the weight file {shard.name} that {index.name} names; get the rest")
+    return tuple(shards)
+
+
 def is_complete(folder: Path) -> bool:
     """True when config and every weight file are there."""
     try:
-        return (folder / "config.json").is_file() and bool(weight_files(folder))
+        return ((folder / "config.json").is_file() or is_bagel(folder)) and bool(weight_files(folder))
     except LoadError:
         return False
 

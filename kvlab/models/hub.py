@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import FetchError, LoadError
-from kvlab.models.folders import is_complete, read_json, require_runnable, weight_files
+from kvlab.models.folders import BAGEL_CONFIG, is_complete, read_json, require_runnable, weight_files
 from kvlab.models.places import Say, cache_folder, require_writable, sha256_file, size_text, whole_file, without_secrets
 
-WANTED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+WANTED = ["*.json", "model*.safetensors", "ema*.safetensors", "ae*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 UNWANTED = ["*/*"]  # other formats live in sub-folders
 HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
@@ -149,8 +149,9 @@ def fetch_hub(source: HubSource, say: Say) -> Path:
         if "config.json" not in names or not any(n.endswith(".safetensors") for n in names):
             raise LoadError(f"{source.repo} holds no config.json with safetensors beside it; kvlab needs both")
         commit = files[0].commit_hash
-        config = read_json(Path(hf_hub_download(source.repo, "config.json", revision=commit, endpoint=server())))
-        require_runnable(config, source.repo)  # before gigabytes come
+        if BAGEL_CONFIG not in names:  # whose config.json says nothing that is needed
+            config = read_json(Path(hf_hub_download(source.repo, "config.json", revision=commit, endpoint=server())))
+            require_runnable(config, source.repo)  # before gigabytes come
         size = size_text(sum(f.file_size or 0 for f in files if f.will_download))
         say(f"fetching {source.repo} at revision {commit[:12]} ({size}) from the Hugging Face hub ...")
         folder = snapshot_download(source.repo, revision=commit, **chosen)

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvlab.errors import InputError, LoadError
 from kvlab.models import registry
 from kvlab.models.dense import dense_folder
-from kvlab.models.folders import read_config, read_json, weight_files, weights_digest
+from kvlab.models.folders import is_bagel, read_config, read_json, weight_files, weights_digest
 from kvlab.models.memory import check_memory
 from kvlab.models.places import Say, announce, sha256_file
 from kvlab.models.prompting import TextProcessor, load_tokenizer
 from kvlab.models.text import TextModel
 from kvlab.models.textlm import TextConfig, TextLM
+
+if TYPE_CHECKING:
+    from kvlab.models.bagel.spec import BagelModel
 from kvlab.options import is_whole, whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -62,9 +65,19 @@ def open_checkpoint(name_or_path: str | Path, *, say: Say = announce) -> Checkpo
         FetchError: the weights are not here and could not be had.
         LoadError: what is there is damaged, incomplete, other than the name means, or no model that kvlab runs.
     """
+    return _open(*_find(name_or_path, say), say)
+
+
+def _find(name_or_path: str | Path, say: Say) -> tuple[str, Path]:
+    """Return the name, and the folder or GGUF file, of a name or a path."""
     path = _as_path(name_or_path)
-    name = str(name_or_path) if path is None else path.resolve().stem if path.suffix == ".gguf" else path.resolve().name
-    found = registry.obtain(str(name_or_path), say=say) if path is None else _existing(path)
+    if path is None:
+        return str(name_or_path), registry.obtain(str(name_or_path), say=say)
+    place = path.resolve()
+    return place.stem if path.suffix == ".gguf" else place.name, _existing(path)
+
+
+def _open(name: str, found: Path, say: Say) -> Checkpoint:
     sha256 = sha256_file(found) if found.is_file() else None
     folder = dense_folder(found, sha256, say) if sha256 else found
     config = read_config(folder)
@@ -80,14 +93,18 @@ def load_model(
     device: str | None = None,
     max_seq_len: int | None = None,
     say: Say = announce,
-) -> TextModel:
+) -> TextModel | BagelModel:
     """Return the model of a name or a path, of the kind that its config says; arguments and errors as ``load_text_model``."""
+    from kvlab.models.bagel.loading import load_bagel_model
     from kvlab.models.orpheus.loading import is_orpheus, load_orpheus
 
     torch_dtype(dtype or default_dtype(torch_device(device)))  # before anything is fetched
     if max_seq_len is not None:
         whole("max_seq_len", max_seq_len, 1)
-    checkpoint = open_checkpoint(name_or_path, say=say)
+    name, found = _find(name_or_path, say)
+    if is_bagel(found):
+        return load_bagel_model(found, name, dtype=dtype, device=device, max_seq_len=max_seq_len)
+    checkpoint = _open(name, found, say)
     load = load_orpheus if is_orpheus(checkpoint.config) else load_text_model
     return load(checkpoint, dtype=dtype, device=device, max_seq_len=max_seq_len, say=say)
 

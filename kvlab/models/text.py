@@ -8,12 +8,13 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from kvlab.attention.base import AttentionBackend
 from kvlab.errors import InputError
-from kvlab.models.textlm import TextLM
+from kvlab.models.textlm import TextConfig, TextLM
 from kvlab.options import whole
 from kvlab.spec import (
     KVLayout,
@@ -124,27 +125,37 @@ class TextModel(TextSchedule):
         return str(self.net.device)
 
     def rope_fields(self) -> Mapping[str, Any]:
-        scaling = self.config.rope_scaling
-        return {"rope_theta": self.config.rope_theta, "rope_scaling": None if scaling is None else asdict(scaling)}
+        return decoder_rope(self.config)
 
     def weights_version(self) -> Hashable:
         return weights_version(self.net)
 
     def kv_layout(self, page_size: int, kv_dtype: str | None = None) -> KVLayout:
         """Return the layout of this model's pages; K and V are stored as computed unless ``kv_dtype`` says otherwise."""
-        compute_dtype = str(self.net.dtype).removeprefix("torch.")
-        return KVLayout(
-            num_layers=self.config.num_layers,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            page_size=page_size,
-            dtype=kv_dtype or compute_dtype,
-            compute_dtype=compute_dtype,
-        )
+        return decoder_layout(self.config, self.net.dtype, page_size, kv_dtype)
 
     def forward(self, walk: str, rows: Sequence[RowInputs], attention: AttentionBackend) -> list[Tensor | None]:
         logits: list[Tensor | None] = self.net(rows, attention)
         return logits
+
+
+def decoder_rope(config: TextConfig) -> Mapping[str, Any]:
+    """Return what turns a position into a rotation in a decoder of this config."""
+    scaling = config.rope_scaling
+    return {"rope_theta": config.rope_theta, "rope_scaling": None if scaling is None else asdict(scaling)}
+
+
+def decoder_layout(config: TextConfig, dtype: torch.dtype, page_size: int, kv_dtype: str | None = None) -> KVLayout:
+    """Return the pages of a decoder that computes in ``dtype`` and stores K and V as ``kv_dtype``, or as computed."""
+    compute_dtype = str(dtype).removeprefix("torch.")
+    return KVLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=kv_dtype or compute_dtype,
+        compute_dtype=compute_dtype,
+    )
 
 
 def weights_version(net: nn.Module) -> Hashable:

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import golden_bagel
 import pytest
 import tiny_orpheus
 from huggingface_hub import constants
@@ -117,6 +118,20 @@ def test_a_hub_name_is_fetched_recorded_and_loads(server: Hub, published: Path) 
     assert model.identity == f"org/tiny sha256:{digest[:16]}"
     record = hub.read_record(hub.HubSource(NAME, NAME))
     assert record == {"name": NAME, "repo": NAME, "revision": "a" * 40, "files": {"model.safetensors": digest}}
+
+
+def test_a_bagel_is_fetched_whole_recorded_and_found_again(server: Hub, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    published = golden_bagel.write_model(tmp_path / "source")
+    (published / "config.json").write_text('{"model_name": "bagel",}', encoding="utf-8")  # as an early release had it
+    server.publish("a" * 40, published)
+    folder = registry.fetch(NAME, say=lambda line: None)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in published.iterdir()}
+    record = hub.read_record(hub.HubSource(NAME, NAME))
+    assert record is not None
+    assert list(record["files"]) == ["ema.safetensors", "ae.safetensors"]
+    server.refusal = (500, "")
+    assert registry.fetch(NAME, say=lambda line: pytest.fail(line)) == folder
 
 
 @pytest.mark.usefixtures("published")

@@ -14,11 +14,9 @@ from kvlab.errors import LoadError
 from kvlab.models.bagel.autoencoder import Autoencoder
 from kvlab.models.bagel.config import BagelConfig
 from kvlab.models.bagel.network import BagelNet
-from kvlab.models.folders import read_json
+from kvlab.models.folders import AUTOENCODER, NETWORK, part_files
 from kvlab.models.layers import Linear
 from kvlab.models.loading import read_tensors
-
-NETWORK, AUTOENCODER = "ema", "ae"  # NAME.safetensors, or shards with NAME.safetensors.index.json
 
 
 def load_bagel(
@@ -41,33 +39,6 @@ def load_bagel(
     except LoadError as e:
         raise LoadError(f"{folder}: {e}") from e
     return net, autoencoder
-
-
-def is_bagel(folder: Path) -> bool:
-    """True for a folder that holds BAGEL's config files."""
-    return (folder / "llm_config.json").is_file() and (folder / "vit_config.json").is_file()
-
-
-def part_files(folder: Path, part: str) -> tuple[Path, ...]:
-    """Return the weight files of one part of a checkpoint, "ema" or "ae".
-
-    Raises:
-        LoadError: There are none, or a shard is missing.
-    """
-    whole, index = folder / f"{part}.safetensors", folder / f"{part}.safetensors.index.json"
-    if whole.is_file():
-        return (whole,)
-    if not index.is_file():
-        what = "the network's weights" if part == NETWORK else "the autoencoder's weights, without which no picture is drawn"
-        raise LoadError(f"{folder} has neither {whole.name} nor {index.name}, {what}; get the rest of the checkpoint")
-    entries = read_json(index).get("weight_map")
-    if not isinstance(entries, dict) or not entries or not all(isinstance(name, str) for name in entries.values()):
-        raise LoadError(f"{index} has no weight_map of tensor names to files; get it again")
-    shards = [folder / name for name in sorted(set(entries.values()))]
-    for shard in shards:
-        if shard.parent != folder or not shard.is_file():
-            raise LoadError(f"{folder} lacks the weight file {shard.name} that {index.name} names; get the rest")
-    return tuple(shards)
 
 
 def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
