@@ -69,7 +69,7 @@ def open_checkpoint(name_or_path: str | Path, *, say: Say = announce) -> Checkpo
 
 
 def find_model(name_or_path: str | Path, say: Say = announce) -> tuple[str, Path]:
-    """Return the name, and the folder or GGUF file, of a name or a path; what is not here is fetched, as ``open_checkpoint`` says."""
+    """Return the name, and the folder or GGUF file, of a name or a path, fetched if need be; errors as ``open_checkpoint``."""
     path = _as_path(name_or_path)
     if path is None:
         return str(name_or_path), registry.obtain(str(name_or_path), say=say)
