@@ -120,7 +120,7 @@ def _report_path(out: str | Path) -> Path:
 def _draws(model: str, console: Console) -> bool:
     """True where the name or path means a model that draws; fetches it if need be."""
     with console.status("starting torch"):
-        from kvlab.models.bagel.weights import is_bagel
+        from kvlab.models.folders import is_bagel
         from kvlab.models.loading import find_model
     return is_bagel(find_model(model)[1])
 
