@@ -23,8 +23,9 @@
 
 # %% [markdown]
 # The next cell holds everything one may want to change. `"ByteDance-Seed/BAGEL-7B-MoT"`, or the path of a checkpoint
-# folder, takes the released model, which wants a GPU, pages of 16 and `SIZE = (1024, 1024)`. The sentences below quote
-# the numbers of the default model; the last cell checks the rules for any.
+# folder, takes the released model with `SIZE = (1024, 1024)` and `NUM_PAGES = 4096`. It wants a GPU with some 100 GB,
+# since the model is loaded in two number formats. The sentences below quote the numbers of the default model; the last
+# cell checks the rules for any.
 
 # %% tags=["parameters"]
 MODEL = "bagel-tiny"  # a name, or a checkpoint folder
