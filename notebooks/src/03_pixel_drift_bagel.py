@@ -10,10 +10,10 @@
 # # Does a picture change when the cache had the prompt?
 #
 # **On a CPU, hardly: with the same seed, pixels move by 0 or 1 of 255 after a hit, and in most pictures none moves at
-# all.** The published system, a model a thousand times larger on a GPU, saw about 1 % of pixels move by more than 32 of
-# 255. This notebook draws cold and after a hit, measures the difference pixel by pixel, and then asks how much the
-# cached numbers would have to be off to move that many pixels here. Last comes a fault that needs no measuring: pages
-# filed under the wrong key, and a picture that is garbage.
+# all.** The published system, a model over a thousand times larger on a GPU, saw about 1 % of pixels move by more than
+# 32 of 255. This notebook draws cold and after a hit, measures the difference pixel by pixel, and then asks how much
+# the cached numbers would have to be off to move that many pixels here. Last comes a fault that needs no measuring:
+# pages filed under the wrong key, and a picture that nobody asked for.
 #
 # **The words.** The model reads a text and then *denoises*: it starts from random numbers and in some two dozen steps
 # turns them into a picture, each step reading the K and V of the text from pages. *Guidance* runs every step twice,
@@ -117,8 +117,8 @@ for other in (engine, coarse):
 viz.pixel_table(by_setting)
 
 # %% [markdown]
-# **The coarser format drifts less, not more:** it is equal throughout. Its products are summed in float32 and *then*
-# cut to three digits, and what differed in the seventh is gone. On other hardware, or with longer sums, a value now and
+# **The coarser format does not drift more:** it is equal throughout. Its products are summed in float32 and *then* cut
+# to three digits, and what differed in the seventh is gone. On other hardware, or with longer sums, a value now and
 # then falls on the other side of a cut; then it is off by a whole bfloat16 step at once. That is how a GPU comes to
 # move pixels by more than 32.
 #
@@ -247,7 +247,7 @@ viz.pictures(drawn, f"Walk ignored: {matched} match, and hold a picture", subtit
 # noise, which anybody would notice: it shows the *other* request's triangle. No error is raised and no log line
 # written; all counters look like a good hit.
 #
-# Every line of this notebook in one figure, from equal to garbage. In a live notebook, **drag the threshold** and read
+# Every drift of this notebook in one figure, from equal to another picture. In a live notebook, **drag the threshold** and read
 # the shares in the title.
 
 # %% tags=["check"]
