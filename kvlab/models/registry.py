@@ -41,7 +41,7 @@ KNOWN: dict[str, Source] = {
     "orpheus-tiny": ShippedSource(
         name="orpheus-tiny",
         folder="checkpoints/orpheus-tiny",
-        sha256="6387a93f44f17e3f022cc81f5f4da5a75ac3cad9c9dc2322af7b6fa55e857dfa",
+        sha256="0ee15d5ed775c68543425e6c65d78c6d816e7b8260609ce2fda2e861cefde3ee",
         num_bytes=10_306_552,
     ),
 }

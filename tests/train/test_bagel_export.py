@@ -20,6 +20,12 @@ TEXT = replace(network.CONFIG.text, hidden_size=64, intermediate_size=96, num_la
 TINY = replace(network.CONFIG, text=TEXT)
 
 
+@pytest.fixture(autouse=True)
+def quick_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate.sampling, "NUM_TIMESTEPS", 3)
+    monkeypatch.setattr(run, "NUM_EVENED", 4)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)

@@ -103,13 +103,6 @@ def test_answers_follow_the_scene() -> None:
     assert answers["what is right of the red circle?"] == "a blue square"
 
 
-def test_the_thinking_text_is_the_one_of_the_release() -> None:
-    assert questions.THINK == (
-        "You should first think about the planning process in the mind and then generate the image. \nThe planning process "
-        "is enclosed within <think> </think> tags, i.e. <think> planning process here </think> image here"
-    )
-
-
 # -- judge -------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import torch
 from kvlab.models.bagel.autoencoder import Autoencoder
 from kvlab.models.bagel.config import AutoencoderConfig
 from kvlab.train import loop
-from kvlab.train.bagel import autoencoder, flow, lessons, network, packing, pool, vocabulary
+from kvlab.train.bagel import autoencoder, flow, lessons, network, packing, pool, probe, scenes, vocabulary
 
 pytest.importorskip("diffusers", reason="needs the extra bagel")
 
@@ -138,7 +138,7 @@ def test_every_kind_has_its_term_and_an_untrained_velocity_its_known_error(
 ) -> None:
     torch.manual_seed(0)
     terms = make_flow(pictures, texts).losses(0)
-    assert list(terms) == ["draw", "edit", "words"]
+    assert list(terms) == ["draw", "edit", "words", "patches"]
     # velocities start at zero, and noise minus latents of unit scale has a mean square of two
     some = pictures.latents(torch.arange(16)).square().mean().item()
     assert terms["draw"].item() == pytest.approx(1 + some, rel=0.3)
@@ -183,6 +183,23 @@ def test_the_average_follows_the_weights(pictures: pool.Pool, texts: vocabulary.
     for old, new, kept in zip(start, task.net.parameters(), task.ema.parameters(), strict=True):
         if not torch.equal(old, new):
             assert (kept - new).norm() < (old - new).norm()
+
+
+def test_patches_are_labelled_by_the_shape_on_them() -> None:
+    scene = scenes.Scene("row", (scenes.Thing("red", "square"), scenes.Thing("blue", "cross")), "white")
+    labels = probe.shapes_of_patches(scenes.Drawing(scene, ((17, 32, 13), (47, 32, 13))), 5).reshape(5, 5)
+    square, cross = (scenes.SHAPES.index(shape) + 1 for shape in ("square", "cross"))
+    assert labels[2, [0, 1, 3, 4]].tolist() == [square, square, cross, cross]
+    assert not labels[[0, 4]].any()
+
+
+def test_the_probe_teaches_the_vision_tower(pictures: pool.Pool, texts: vocabulary.Texts) -> None:
+    task = make_flow(pictures, texts)
+    torch.manual_seed(0)
+    task.losses(0)["patches"].backward()
+    tower = [p.grad for p in task.net.vit_model.vision_model.embeddings.patch_embedding.parameters()]
+    assert all(grad is not None and grad.any() for grad in tower)
+    assert task.net.language_model.lm_head.weight.grad is None
 
 
 def test_tokens_that_an_edit_changes_count_more(pictures: pool.Pool, texts: vocabulary.Texts) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvlab.models.bagel.prompting import THINK_THEN_DRAW
 from kvlab.train.bagel import edits, questions, scenes, vocabulary
 
 
@@ -24,7 +25,7 @@ def test_the_four_tokens_have_the_ids_of_the_config(tokenizer: PreTrainedTokeniz
 def test_every_text_of_training_reads_back(tokenizer: PreTrainedTokenizerFast) -> None:
     draw = random.Random(9)
     told = [text for turn in questions.any_chat(draw) for text in (turn.asked, turn.answer)]
-    told += [*scenes.captions(scenes.any_scene(draw)), edits.any_edit(draw).text, questions.THINK]
+    told += [*scenes.captions(scenes.any_scene(draw)), edits.any_edit(draw).text, THINK_THEN_DRAW]
     assert [tokenizer.decode(tokenizer.encode(text)) for text in told] == told
 
 

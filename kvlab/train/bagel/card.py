@@ -57,7 +57,8 @@ Measure again with `python -m kvlab.train.bagel --evaluate FOLDER --json`.
 * Autoencoder: {autoencoder_steps} steps, then {decoder_steps} of the decoder alone after its latents were brought to one
   scale; it never sees a held-out scene.
 * Network: {edits} pairs of pictures, before and after an edit, and {steps} steps of {draw} pictures from captions, {edit}
-  edits, {ask} questions, {chat} chats and {think} plan; the weights kept are a running average.
+  edits, {ask} questions, {chat} chats and {think} plan, and a probe that asks the vision tower which shape each patch is of;
+  the weights kept are a running average.
 * Again: `python -m kvlab.train.bagel --out FOLDER --work STATE --autoencoder-steps {autoencoder_steps} --decoder-steps
   {decoder_steps} --edits {edits} --steps {steps}`
 

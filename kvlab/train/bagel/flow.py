@@ -18,6 +18,7 @@ from kvlab.models.bagel.network import BagelNet
 from kvlab.train.bagel import forward, lessons, network, packing, quick
 from kvlab.train.bagel.packing import Packed
 from kvlab.train.bagel.pool import Pool
+from kvlab.train.bagel.probe import PatchProbe
 from kvlab.train.bagel.vocabulary import Texts
 
 log = logging.getLogger("kvlab.train")
@@ -27,7 +28,7 @@ WARM_UP_STEPS = 100
 FLAT_SHARE = 0.4
 EMA_DECAY = 0.998
 WATCH_EVERY_STEPS = 1000
-WEIGHTS = {"draw": 1.0, "edit": 1.0, "words": 0.3}
+WEIGHTS = {"draw": 1.0, "edit": 1.0, "words": 1.0, "patches": 0.5}
 #: Times are sigmoids of normals, moved towards noise: there it is settled what a picture shows.
 TIME_MOVED = 0.5
 #: How much more a latent token counts that an edit changes, and what change makes it count in full.
@@ -65,10 +66,12 @@ class FlowTask:
         self.net: Any = network.build(config)
         quick.speed_up(self.net)
         self.ema = copy.deepcopy(self.net).requires_grad_(False)
+        self.probe = PatchProbe(self.net)
         trained = [p for p in self.net.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.01},
             {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+            {"params": list(self.probe.parameters()), "weight_decay": 0.0},
         ]
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
         self.pool, self.teacher, self.counts, self.watch = pool, lessons.Teacher(pool, texts), counts, watch
@@ -83,7 +86,8 @@ class FlowTask:
         start, end = self.counts["draw"], self.counts["draw"] + self.counts["edit"]
         edited = pictures[start:end] * self._importance(packed.pictures["made"][start:end])
         drawn = torch.cat([pictures[:start], pictures[end:]])
-        found = {"draw": drawn, "edit": edited, "words": words}
+        patches = self.probe.nats([self.pool.drawing(i) for i in packed.pictures["vit"].tolist()])
+        found = {"draw": drawn, "edit": edited, "words": words, "patches": patches}
         return {name: WEIGHTS[name] * error.mean() for name, error in found.items()}
 
     def _errors(self, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -119,9 +123,10 @@ class FlowTask:
             log.info("%s %d: %s", self.name, step_index + 1, self.watch(self.ema))
 
     def state(self) -> dict[str, Any]:
-        """The average."""
-        return {"ema": self.ema.state_dict()}
+        """The average and the probe."""
+        return {"ema": self.ema.state_dict(), "probe": self.probe.state_dict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the average."""
+        """Take back the average and the probe."""
         self.ema.load_state_dict(state["ema"])
+        self.probe.load_state_dict(state["probe"])

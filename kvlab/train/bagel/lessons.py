@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvlab.models.bagel.prompting import THINK_THEN_DRAW
 from kvlab.train.bagel import packing, questions, scenes
 from kvlab.train.bagel.packing import Part
 from kvlab.train.bagel.pool import Pool
@@ -14,11 +15,11 @@ from kvlab.train.bagel.vocabulary import Texts
 #: How often guidance's other contexts are learned: without the text, and without the picture.
 NO_TEXT, NO_PICTURE = 0.1, 0.1
 TEXT_FIRST = 0.15
-DESCRIBES = 0.2
+DESCRIBES = 0.35
 #: Requests of a kind in one step.
-COUNTS = {"draw": 24, "edit": 16, "ask": 5, "chat": 2, "think": 1}
+COUNTS = {"draw": 8, "edit": 16, "ask": 24, "chat": 4, "think": 1}
 #: Kinds of about one length are packed together.
-GROUPS = (("draw",), ("edit",), ("ask", "chat"), ("think",))
+GROUPS = (("draw",), ("edit",), ("ask",), ("chat",), ("think",))
 
 
 @dataclass(frozen=True)
@@ -73,5 +74,5 @@ class Teacher:
     def _think(self, draw: random.Random) -> list[Part]:
         picture = self._any_picture(draw)
         scene = self.pool.scene(picture)
-        asked = [self._text(questions.THINK), self._text(draw.choice(scenes.captions(scene)))]
+        asked = [self._text(THINK_THEN_DRAW), self._text(draw.choice(scenes.captions(scene)))]
         return [*asked, self._text(questions.plan(scene), is_answer=True), Part("made", picture=picture)]

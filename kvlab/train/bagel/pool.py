@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvlab.models.bagel.autoencoder import Autoencoder, from_uint8
 from kvlab.models.bagel.patches import patchify
+from kvlab.models.bagel.resizing import resize, resized_size
 from kvlab.progress import progress
 from kvlab.train.bagel import edits, scenes
 from kvlab.train.bagel.network import CONFIG
@@ -33,10 +34,14 @@ class Pool:
     mean: Tensor
     deviation: Tensor
 
+    def drawing(self, picture: int) -> scenes.Drawing:
+        """Return what a picture was drawn from."""
+        edit = self.edits[picture // 2]
+        return edit.target if picture % 2 else edit.source
+
     def scene(self, picture: int) -> scenes.Scene:
         """Return what a picture shows."""
-        edit = self.edits[picture // 2]
-        return (edit.target if picture % 2 else edit.source).scene
+        return self.drawing(picture).scene
 
     def latents(self, pictures: Tensor) -> Tensor:
         """Return latents drawn from pictures' posteriors, [pictures, latent tokens, 64]."""
@@ -54,12 +59,10 @@ def for_vision(pixels: Tensor) -> Tensor:
     Shapes:
         pixels: [pictures, 64, 64, 3] uint8; result: [pictures, 3, 70, 70] from -1 to 1.
     """
-    from PIL import Image
-
-    side = (CONFIG.vit_rule.max_side,) * 2
+    size = resized_size(CONFIG.vit_rule, *pixels.shape[1:3])
     if not len(pixels):
-        return torch.empty(0, 3, *side)
-    sized = [np.array(Image.fromarray(picture).resize(side, Image.Resampling.BICUBIC)) for picture in pixels.numpy()]
+        return torch.empty(0, 3, *size)
+    sized = [resize(picture, size) for picture in pixels.numpy()]
     return from_uint8(torch.from_numpy(np.stack(sized)))
 
 

@@ -12,11 +12,6 @@ from kvlab.train.bagel.scenes import COLOURS, RELATIONS, SHAPES, Scene, any_scen
 NUMBERS = ("zero", "one", "two", "three")
 DESCRIBE = "describe the picture"
 MAX_TURNS = 3
-#: The release's system text for pictures planned in words.
-THINK = (
-    "You should first think about the planning process in the mind and then generate the image. \nThe planning process is "
-    "enclosed within <think> </think> tags, i.e. <think> planning process here </think> image here"
-)
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,8 @@ def description(scene: Scene) -> Turn:
 def plan(scene: Scene) -> str:
     """Return what is thought before a scene is drawn.
 
-    >>> plan(Scene("one", (scenes.Thing("red", "circle"),), "white"))
+    >>> from kvlab.train.bagel.scenes import every_scene
+    >>> plan(next(every_scene("one")))
     '<think> a white background, and a red circle in the middle </think>'
     """
     spots = {"one": ("in the middle",), "row": ("left", "right"), "column": ("above", "below")}.get(

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from kvlab.models.bagel.config import SpecialIds
+from kvlab.models.bagel.prompting import THINK_THEN_DRAW
 from kvlab.train.bagel import edits, questions, scenes
 
 PAD = "<|endoftext|>"
@@ -23,7 +24,7 @@ LEARNED_TIMES = 20
 def sentences(num: int = NUM_SENTENCES) -> Iterator[str]:
     """Yield sentences of every kind, always the same."""
     draw = random.Random(0)
-    yield from [questions.THINK] * LEARNED_TIMES
+    yield from [THINK_THEN_DRAW] * LEARNED_TIMES
     for _ in range(num):
         scene = scenes.any_scene(draw)
         yield draw.choice(scenes.captions(scene))
