@@ -44,6 +44,12 @@ KNOWN: dict[str, Source] = {
         sha256="0ee15d5ed775c68543425e6c65d78c6d816e7b8260609ce2fda2e861cefde3ee",
         num_bytes=10_306_552,
     ),
+    "bagel-tiny": ShippedSource(
+        name="bagel-tiny",
+        folder="checkpoints/bagel-tiny",
+        sha256="78eb17e3eb3a63d3264bb07e21a585a5e5c7483393db5b373f9c32ae95bbf089",
+        num_bytes=14_943_932,
+    ),
 }
 
 
