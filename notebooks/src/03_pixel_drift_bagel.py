@@ -101,8 +101,8 @@ for seed in range(SEED, SEED + 4):
 viz.pixel_table(by_seed)
 
 # %% [markdown]
-# **The column "equal pixels" of 4096 is the one to read.** The last column is the control again: drawn cold a second
-# time, every picture equals the first.
+# **The column "equal pixels" of 4096 is the one to read.** With one of the seeds a single pixel is off, by 1. The last
+# column is the control again: drawn cold a second time, every picture equals the first.
 #
 # ## Formats, guidance, steps
 #
