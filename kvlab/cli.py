@@ -24,9 +24,16 @@ BENCHES = {
     "index": "kvlab.bench.index:run",
     "engine": "kvlab.bench.engine:run",
     "orpheus": "kvlab.bench.orpheus:run",
+    "bagel": "kvlab.bench.bagel:run",
     "pressure": "kvlab.bench.pressure:run",
 }
 
+#: What `kvlab study` can run: name -> "module:function", called with what was given, returns a kvlab.study.Outcome.
+STUDIES = {
+    "guided-sweep": "kvlab.study:guided_sweep",
+    "pixel-noise": "kvlab.study:pixel_noise",
+    "wrong-walk": "kvlab.study:wrong_walk",
+}
 #: Workloads that `kvlab run` draws.
 RUN_WORKLOADS = ("shared-prefix", "chats", "edit-chains", "voices", "churn")
 
@@ -120,6 +127,29 @@ def bench(
         _print_json(result)
     else:
         _print_rows(result)
+
+
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument(help=f"Which experiment: {' | '.join(STUDIES)}.")],
+    model: Annotated[str, typer.Option(help="Name or path of a model that draws.")] = "bagel-tiny",
+    prompt: Annotated[str | None, typer.Option(help="What is drawn; with wrong-walk, the edit's text.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds of a sweep. [default: 8]")] = None,
+    seed: Annotated[int, typer.Option(help="Of the picture, or the first of a sweep.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Run an experiment on shared prefixes and say what it found."""
+    if name not in STUDIES:
+        raise typer.BadParameter(f"there is no study {name!r}; there are: {', '.join(STUDIES)}", param_hint="NAME")
+    given = {"prompt": prompt, "num_seeds": seeds}
+    options = {option: value for option, value in given.items() if value is not None}
+    if seeds is not None and name != "guided-sweep":
+        raise typer.BadParameter(f"{name} is no sweep of seeds; give --seed", param_hint="--seeds")
+    outcome = _resolve(STUDIES[name])(model, seed=seed, **options)
+    if as_json:
+        _print_json(outcome.to_json())
+    else:
+        _print_outcome(outcome)
 
 
 @app.command()
@@ -318,6 +348,20 @@ def _print_rows(result: dict[str, Any]) -> None:
         numbers = (_number(row[column]) for column in ("ours", "reference", "ratio", "target"))
         table.add_row(row["name"], row["unit"], *numbers, {True: "yes", False: "no", None: "-"}[row["ok"]])
     Console().print(table)
+
+
+def _print_outcome(outcome: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlab.lab.results import show_value
+
+    table = Table(*outcome.table.columns, title=outcome.table.title, title_justify="left")
+    for row in outcome.table.rows:
+        table.add_row(*map(show_value, row))
+    console = Console()
+    console.print(table)
+    console.print(f"{outcome.finding[:1].upper()}{outcome.finding[1:]}.", highlight=False, markup=False)
 
 
 def _number(value: float | None) -> str:

@@ -1,7 +1,8 @@
 """What ``kvlab demo`` does: a real model on prompts that share a beginning, with the cache and without.
 
-A model that speaks has a demo of its own, ``kvlab.demo_speech``. Here every request runs on two engines over one model, one of
-them with its cache off, so that each answer has a cold twin: equal token for token, or the first token that differs is named.
+A model that speaks has a demo of its own, ``kvlab.demo_speech``, and one that draws ``kvlab.demo_picture``. Here every request
+runs on two engines over one model, one of them with its cache off, so that each answer has a cold twin: equal token for token,
+or the first token that differs is named.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def run(
     """Run the demo of a model's kind, print what it found, and write the HTML report, or the two sounds.
 
     Args:
-        model: name or path of a text model, or of one that speaks.
-        num_pages: pages of the pool; 4096 slots when not given.
-        page_size: tokens a page; 16 when not given, 4 for speech.
-        max_tokens: most tokens of an answer; 32 when not given, 420 for speech.
+        model: name or path of a text model, of one that speaks, or of one that draws.
+        num_pages: pages of the pool; 4096 slots when not given, 512 for pictures.
+        page_size: tokens a page; 16 when not given, 4 for speech and pictures.
+        max_tokens: most tokens of an answer; 32 when not given, 420 for speech; a picture has none.
         out: a folder, or where the report goes, or what the names of the two sounds begin with; ``kvlab-demo`` in the current
             folder when not given.
         as_json: print no tables: the caller prints what is returned.
@@ -78,11 +79,15 @@ def run(
     for name, value, least in (("num_pages", num_pages, 2), ("page_size", page_size, 1), ("max_tokens", max_tokens, 1)):
         if value is not None:
             whole(name, value, least)  # before the minutes that weights may take
+    pool = {"num_pages": num_pages, "page_size": page_size, "max_tokens": max_tokens}
+    if _draws(model, console):
+        from kvlab import demo_picture
+
+        return demo_picture.run(model, path, **pool, as_json=as_json, console=console)
     checkpoint, speaks = _open(model, console)
     if speaks:
         from kvlab import demo_speech
 
-        pool = {"num_pages": num_pages, "page_size": page_size, "max_tokens": max_tokens}
         return demo_speech.run(checkpoint, **pool, out=out, as_json=as_json, console=console)
     size = PAGE_SIZE if page_size is None else page_size
     pages = POOL_TOKENS // size + 1 if num_pages is None else num_pages
@@ -110,6 +115,14 @@ def _report_path(out: str | Path) -> Path:
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
+
+
+def _draws(model: str, console: Console) -> bool:
+    """True where the name or path means a model that draws; fetches it if need be."""
+    with console.status("starting torch"):
+        from kvlab.models.folders import is_bagel
+        from kvlab.models.loading import find_model
+    return is_bagel(find_model(model)[1])
 
 
 def _open(model: str, console: Console) -> tuple[Checkpoint, bool]:

@@ -52,6 +52,7 @@ def write_report(
     model_line: str = "",
     notes: Sequence[str] = (),
     uncached: Sequence[RequestRow] = (),
+    figures: Sequence[tuple[str, Panel]] = (),
 ) -> Path:
     """Write the report of a run as one self-contained HTML file.
 
@@ -62,6 +63,7 @@ def write_report(
         model_line: which model and machine, in one line.
         notes: paragraphs under the headline.
         uncached: the same requests with the cache off, for the table of requests; they have no misses to explain.
+        figures: what the run was about, under their headings, before everything else.
 
     Returns:
         The path written.
@@ -70,7 +72,7 @@ def write_report(
         InputError: a log that begins in the middle of a run.
     """
     path = Path(path)
-    page = report_html(title, rows, ttft_rows, events, model_line, notes, uncached)
+    page = report_html(title, rows, ttft_rows, events, model_line, notes, uncached, figures)
     path.write_text(page, encoding="utf-8", newline="\n")
     return path
 
@@ -83,6 +85,7 @@ def report_html(
     model_line: str,
     notes: Sequence[str],
     uncached: Sequence[RequestRow] = (),
+    figures: Sequence[tuple[str, Panel]] = (),
 ) -> str:
     """Return the report as HTML."""
     body = "\n".join(
@@ -90,6 +93,7 @@ def report_html(
             f"<h1>{_text(title)}</h1>",
             *(f'<p class="soft">{_text(line)}</p>' for line in _facts(events, model_line) if line),
             *(f"<p>{_text(note)}</p>" for note in notes),
+            *(part for heading, panel in figures for part in (f"<h2>{_text(heading)}</h2>", _figure(panel))),
             *_requests(rows, uncached),
             *_times(ttft_rows),
             *_pages(events),

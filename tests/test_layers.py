@@ -24,7 +24,7 @@ ARROWS: dict[str, set[str]] = {
     "models": GROUND | {"attention"},
     "engine": GROUND | {"cache", "attention.base"},
     "lab": GROUND | {"cache", "engine"},
-    "viz": GROUND | {"lab.results"},
+    "viz": GROUND | {"lab.results", "lab.picture_results"},
 }
 #: Rooms that work without anything but the standard library.
 PURE = GROUND | {"cache"}

@@ -65,11 +65,11 @@ def open_checkpoint(name_or_path: str | Path, *, say: Say = announce) -> Checkpo
         FetchError: the weights are not here and could not be had.
         LoadError: what is there is damaged, incomplete, other than the name means, or no model that kvlab runs.
     """
-    return _open(*_find(name_or_path, say), say)
+    return _open(*find_model(name_or_path, say), say)
 
 
-def _find(name_or_path: str | Path, say: Say) -> tuple[str, Path]:
-    """Return the name, and the folder or GGUF file, of a name or a path."""
+def find_model(name_or_path: str | Path, say: Say = announce) -> tuple[str, Path]:
+    """Return the name, and the folder or GGUF file, of a name or a path, fetched if need be; errors as ``open_checkpoint``."""
     path = _as_path(name_or_path)
     if path is None:
         return str(name_or_path), registry.obtain(str(name_or_path), say=say)
@@ -101,7 +101,7 @@ def load_model(
     torch_dtype(dtype or default_dtype(torch_device(device)))  # before anything is fetched
     if max_seq_len is not None:
         whole("max_seq_len", max_seq_len, 1)
-    name, found = _find(name_or_path, say)
+    name, found = find_model(name_or_path, say)
     if is_bagel(found):
         return load_bagel_model(found, name, dtype=dtype, device=device, max_seq_len=max_seq_len)
     checkpoint = _open(name, found, say)

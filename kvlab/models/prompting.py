@@ -217,18 +217,21 @@ def _begin_id(tokenizer: Any) -> int | None:
     return begin if list(tokenizer.encode("a", add_special_tokens=True))[:1] == [begin] else None
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, *, reads_config: bool = True) -> Any:
     """Return the tokenizer of a checkpoint folder, None where the folder has none.
+
+    Args:
+        reads_config: False where config.json is of a kind that transformers does not know and would warn of.
 
     Raises:
         LoadError: the tokenizer files are damaged.
     """
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedConfig
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, config=None if reads_config else PreTrainedConfig())
     except Exception as e:
         raise LoadError(
             f"the tokenizer in {folder}, or the config.json read with it, cannot be read ({type(e).__name__}: {e}); get both "

@@ -25,6 +25,20 @@ from kvlab.viz.hits import (
     ttft_vs_cached,
 )
 from kvlab.viz.pages import page_map, page_map_panel, page_table, page_timeline, page_timeline_panel
+from kvlab.viz.pictures import drift_table, moved_pixels, moved_pixels_panel, pictures, pictures_panel
+from kvlab.viz.pixels import (
+    drift_by_match,
+    drift_by_match_panel,
+    guided_sweep,
+    guided_sweep_panel,
+    noise_curve,
+    noise_curve_panel,
+    noise_table,
+    pixel_shares,
+    pixel_shares_panel,
+    pixel_table,
+    sweep_table,
+)
 from kvlab.viz.player import step_player
 from kvlab.viz.pressure import (
     cures,
@@ -65,6 +79,12 @@ __all__ = [
     "token_grid",
     "speech_drift",
     "sharing_map",
+    "pictures",
+    "moved_pixels",
+    "pixel_shares",
+    "noise_curve",
+    "drift_by_match",
+    "guided_sweep",
     "occupancy",
     "evictions",
     "cures",
@@ -82,6 +102,12 @@ __all__ = [
     "token_grid_panel",
     "speech_drift_panel",
     "sharing_map_panel",
+    "pictures_panel",
+    "moved_pixels_panel",
+    "pixel_shares_panel",
+    "noise_curve_panel",
+    "drift_by_match_panel",
+    "guided_sweep_panel",
     "occupancy_panel",
     "evictions_panel",
     "cures_panel",
@@ -94,6 +120,10 @@ __all__ = [
     "miss_table",
     "request_table",
     "speech_drift_table",
+    "drift_table",
+    "pixel_table",
+    "noise_table",
+    "sweep_table",
     "eviction_table",
     "pressure_table",
     "as_figure",

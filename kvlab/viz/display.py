@@ -15,7 +15,7 @@ from typing import Any
 from kvlab.errors import missing_extra
 from kvlab.lab.results import RequestRow, printable
 from kvlab.viz.given import require_panel
-from kvlab.viz.marks import Axis, Heat, Line, Mark, Panel, Points, Rects, cut
+from kvlab.viz.marks import Axis, Bitmap, Heat, Line, Mark, Panel, Points, Rects, cut
 from kvlab.viz.static import SUBTITLE_WIDTH, TITLE_WIDTH, as_svg, wrap
 from kvlab.viz.theme import DARK_OUTLINE, HEAT, INK, SOFT_INK, Style, plotly_template
 
@@ -64,9 +64,18 @@ def _figure_class() -> type:
 
 
 def mimebundle(panel: Panel) -> dict[str, Any]:
-    """Return the panel for every front end: plotly JSON where it is live, SVG where it is not, a sentence at least."""
+    """Return the panel for every front end: plotly JSON where it is live, SVG where it is not, a sentence at least.
+
+    A panel with pictures has no plotly part, which would carry every picture a second time.
+    """
     require_panel(panel, Panel)
-    return {PLOTLY_MIME: plotly_json(panel), "image/svg+xml": as_svg(panel), "text/plain": panel.sentence}
+    both = {"image/svg+xml": as_svg(panel), "text/plain": panel.sentence}
+    return both if has_bitmaps(panel) else {PLOTLY_MIME: plotly_json(panel)} | both
+
+
+def has_bitmaps(panel: Panel) -> bool:
+    """True when the panel shows pictures."""
+    return any(isinstance(mark, Bitmap) for mark in panel.marks)
 
 
 def request_bundle(result: Any) -> dict[str, Any]:
@@ -178,6 +187,8 @@ def _add_mark(mark: Mark, traces: list[dict[str, Any]], annotations: list[dict[s
         traces.append(_points_trace(mark))
     elif isinstance(mark, Heat):
         traces.append(_heat_trace(mark))
+    elif isinstance(mark, Bitmap):
+        traces.append(_bitmap_trace(mark))
     else:
         annotations.append(_annotation(mark.x, mark.y, mark.text, _ANCHORS[mark.anchor]))
 
@@ -313,4 +324,12 @@ def _heat_trace(mark: Heat) -> dict[str, Any]:
         "x0": mark.x0 + dx / 2, "dx": dx, "y0": mark.y0 + dy / 2, "dy": dy,
         "zmin": 0, "zmax": len(HEAT) - 1, "colorscale": [[i / (len(HEAT) - 1), colour] for i, colour in enumerate(HEAT)],
         "showscale": False, "hoverinfo": "skip",
+    }  # fmt: skip
+
+
+def _bitmap_trace(mark: Bitmap) -> dict[str, Any]:
+    dx, dy = (mark.x1 - mark.x0) / mark.columns, (mark.y1 - mark.y0) / mark.rows
+    return {
+        "type": "image", "source": mark.uri, "x0": mark.x0 + dx / 2, "dx": dx, "y0": mark.y0 + dy / 2, "dy": dy,
+        "name": _words(cut(mark.alt, 300)), "hoverinfo": "name+color",
     }  # fmt: skip

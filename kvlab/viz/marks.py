@@ -5,6 +5,7 @@ One panel becomes plotly JSON, a static SVG, and a sentence, so the three cannot
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,29 @@ class Heat:
     levels: tuple[tuple[int, ...], ...]
 
 
-Mark = Rects | Line | Points | Label | Heat
+@dataclass(frozen=True)
+class Bitmap:
+    """A picture over [x0, x1) and [y0, y1) as a PNG of ``columns`` by ``rows`` pixels, its top row at the top of the figure.
+
+    ``alt`` says in words what it shows.
+    """
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+    png: bytes
+    columns: int
+    rows: int
+    alt: str
+
+    @property
+    def uri(self) -> str:
+        """The PNG as a data URI."""
+        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+
+
+Mark = Rects | Line | Points | Label | Heat | Bitmap
 
 
 @dataclass(frozen=True)

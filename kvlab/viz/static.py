@@ -14,7 +14,7 @@ from itertools import groupby
 
 from kvlab.lab.results import printable
 from kvlab.viz.given import require_panel
-from kvlab.viz.marks import Axis, Heat, Label, Line, Mark, Panel, Points, Rect, Rects, cut
+from kvlab.viz.marks import Axis, Bitmap, Heat, Label, Line, Mark, Panel, Points, Rect, Rects, cut
 from kvlab.viz.theme import DARK_OUTLINE, FONT, GRID, HEAT, INK, NO_FILL, PAPER, SOFT_INK, Style
 
 _DASHES = {"solid": "", "dash": ' stroke-dasharray="7 5"', "dot": ' stroke-dasharray="2 4"'}
@@ -162,6 +162,8 @@ def _mark(frame: _Frame, mark: Mark) -> str:
         return _points(frame, mark)
     if isinstance(mark, Heat):
         return _heat(frame, mark)
+    if isinstance(mark, Bitmap):
+        return _bitmap(frame, mark)
     return _label(frame, mark)
 
 
@@ -240,6 +242,15 @@ def _heat(frame: _Frame, mark: Heat) -> str:
     drawn = (f'<path d="{"".join(parts)}" stroke="{HEAT[level]}"/>' for level, parts in sorted(paths.items()))
     place = f"translate({_n(x)} {_n(y + dy / 2)}) scale({dx:.4f} {dy:.4f})"
     return f'<g shape-rendering="crispEdges" transform="{place}">{"".join(drawn)}</g>'
+
+
+def _bitmap(frame: _Frame, mark: Bitmap) -> str:
+    """Pixels stay squares, whatever the scale."""
+    x0, x1 = sorted((frame.x(mark.x0), frame.x(mark.x1)))
+    y0, y1 = sorted((frame.y(mark.y0), frame.y(mark.y1)))
+    place = f'x="{_n(x0)}" y="{_n(y0)}" width="{_n(x1 - x0)}" height="{_n(y1 - y0)}"'
+    look = 'preserveAspectRatio="none" style="image-rendering:pixelated"'
+    return f'<image {place} {look} href="{mark.uri}"><title>{_escape(cut(mark.alt, 300))}</title></image>'
 
 
 def _symbol(symbol: str, x: float, y: float) -> str:

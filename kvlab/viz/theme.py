@@ -13,6 +13,21 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 #: Magnitudes from low to high: cividis, which reads without colour too.
 HEAT = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838")
 
+#: Signed differences from most negative to most positive: blue to orange, paper at zero.
+SIGNED = (
+    "#0072B2",
+    "#3a91c3",
+    "#73b0d4",
+    "#a9cde4",
+    "#d5e6f2",
+    "#ffffff",
+    "#f9e0cf",
+    "#f2bf9d",
+    "#ea9c68",
+    "#e07a34",
+    "#D55E00",
+)
+
 
 @dataclass(frozen=True)
 class Style:

@@ -22,9 +22,22 @@ OF_ROWS = {
     "sharing_map": "SharedPrompt", "cures": "PressureRow", "policies": "PressureRow", "stall_curve": "PressureRow",
     "ladder_table": "LadderRow", "ttft_table": "TtftRow", "page_size_table": "PageSizeRow", "miss_table": "RequestRow",
     "request_table": "RequestRow", "speech_drift_table": "DriftRow", "pressure_table": "PressureRow",
+    "pixel_shares_panel": "PixelDrift", "noise_curve_panel": "NoiseRow", "drift_by_match_panel": "PixelRow",
+    "guided_sweep_panel": "SweepRow", "pixel_shares": "PixelDrift", "noise_curve": "NoiseRow", "drift_by_match": "PixelRow",
+    "guided_sweep": "SweepRow", "drift_table": "PixelDrift", "pixel_table": "PixelRow", "noise_table": "NoiseRow",
+    "sweep_table": "SweepRow",
 }  # fmt: skip
 OF_PANELS = ["as_figure", "as_svg", "mimebundle"]
-OTHERS = {"token_grid", "token_grid_panel", "audio_player", "explore"}
+OTHERS = {
+    "pictures",
+    "pictures_panel",
+    "moved_pixels",
+    "moved_pixels_panel",
+    "token_grid",
+    "token_grid_panel",
+    "audio_player",
+    "explore",
+}
 
 
 def test_every_entry_of_the_room_is_tried_here() -> None:

@@ -56,7 +56,7 @@ def load_bagel_model(
     net, autoencoder = load_bagel(folder, dtype=computed, device=place)
     config = replace(net.config, autoencoder=autoencoder.config)
     _check_sizes(folder, config)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, reads_config=False)
     _check_tokenizer(folder, tokenizer, config.special)
     sha256 = weights_digest(files)
     return BagelModel(
