@@ -47,7 +47,7 @@ KNOWN: dict[str, Source] = {
     "bagel-tiny": ShippedSource(
         name="bagel-tiny",
         folder="checkpoints/bagel-tiny",
-        sha256="78eb17e3eb3a63d3264bb07e21a585a5e5c7483393db5b373f9c32ae95bbf089",
+        sha256="1f0fb855b3ed4ac02bbd3338deb158fcb2b1a1bc76e75631eab1287e0c816e19",
         num_bytes=14_943_932,
     ),
 }
