@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_ten_lines_run_and_turn_two_is_served_from_turn_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,7 +17,7 @@ def test_the_ten_lines_run_and_turn_two_is_served_from_turn_one(capsys: pytest.C
 
     if registry.locate("smollm2-135m") is None:
         pytest.skip("smollm2-135m is not here; run: kvlab fetch smollm2-135m")
-    code, figure = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code, figure, _ = BLOCKS
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     a, b, engine = names["a"], names["b"], names["engine"]
@@ -24,6 +26,21 @@ def test_the_ten_lines_run_and_turn_two_is_served_from_turn_one(capsys: pytest.C
     assert f"{b.cached_tokens} of {b.prompt_tokens} prompt tokens" in capsys.readouterr().out
     pytest.importorskip("plotly", reason="the figure needs the extra lab")
     exec(compile(figure, "README.md", "exec"), names)
+
+
+def test_a_second_question_about_a_picture_computes_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("diffusers", reason="pictures need the extra bagel")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"kvlab": importlib.import_module("kvlab")}
+    exec(compile(BLOCKS[2], "README.md", "exec"), names)
+    names["painter"].check()
+    again = names["again"]
+    assert again.encoder_calls == 0
+    assert again.cached_tokens > again.prompt_tokens // 2
+    assert capsys.readouterr().out.startswith(again.text)
+    assert (tmp_path / "scene.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_both_commands_set_themselves_up() -> None:
