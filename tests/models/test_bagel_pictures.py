@@ -57,9 +57,11 @@ def test_transparency_is_pasted_on_white():
     assert np.array_equal(read_picture(rgba), shown)
 
 
-@pytest.mark.parametrize("mode", ["LA", "RGBa"])
+@pytest.mark.parametrize("mode", ["LA", "La", "RGBa"])
 def test_every_mode_with_transparency_is_pasted_on_white(mode):
-    assert (read_picture(Image.new("RGBA", (3, 2), (0, 0, 0, 0)).convert(mode)) == 255).all()
+    clear = Image.new("RGBA", (3, 2), (0, 0, 0, 0))
+    image = clear.convert("LA").convert("La") if mode == "La" else clear.convert(mode)
+    assert (read_picture(image) == 255).all()
 
 
 def test_a_palette_with_a_transparent_entry_is_pasted_on_white(tmp_path):
@@ -87,6 +89,11 @@ def test_16_bits_and_floats_show_what_8_bits_show(tmp_path):
     for source in (deep, saved(deep, tmp_path, "deep.png"), grey.astype(np.uint16) * 257, grey / 255, grey.astype("f4") / 255):
         assert np.array_equal(read_picture(source)[:, :, 0], grey)
     assert read_picture(np.array([[True, False]])).tolist() == [[[255] * 3, [0] * 3]]
+
+
+def test_a_bfloat16_tensor_is_read_as_the_float32_it_is():
+    half = torch.from_numpy(RGB / 255).bfloat16()
+    assert np.array_equal(read_picture(half), read_picture(half.float()))
 
 
 def test_what_is_a_picture():

@@ -73,7 +73,7 @@ def flatten(image: Any) -> Pixels:
     if image.mode == "F":
         return _read_array(np.asarray(image))
     if image.mode in ALPHA_MODES or "transparency" in image.info:
-        image = image.convert("RGBA")
+        image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")  # PIL has no direct way from La
         white = Image.new("RGB", image.size, WHITE)
         white.paste(image, mask=image.getchannel("A"))
         image = white
@@ -116,7 +116,10 @@ def _read_file(path: Path) -> Pixels:
 
 
 def _read_array(source: Any) -> Pixels:
-    values = np.asarray(source.detach().cpu() if hasattr(source, "detach") else source)
+    if hasattr(source, "detach"):  # a tensor; numpy knows no bfloat16
+        source = source.detach().cpu()
+        source = source.float() if str(source.dtype) == "torch.bfloat16" else source
+    values = np.asarray(source)
     if values.ndim == 2:
         values = values[:, :, None]  # [height, width, 1]
     if values.ndim != 3 or values.shape[2] not in (1, 3, 4):
