@@ -10,7 +10,7 @@ import torch
 from watched_bagel import Watched, copied, load_watched_model, picture, vae_noise
 
 import kvlab
-from kvlab.errors import InputError
+from kvlab.errors import InputError, KvlabError
 from kvlab.models.bagel.noise import START, normal
 from kvlab.models.bagel.spec import BagelModel
 
@@ -292,6 +292,16 @@ def test_a_picture_that_cannot_be_encoded_ends_its_request_alone(model, monkeypa
             failed.result()
         assert other.result().finish_reason == "length"
         watched.engine.check()
+
+
+def test_latents_that_overflow_end_their_request_and_show_no_picture(watched):
+    overflowing = kvlab.draw(TEXT, num_timesteps=3, cfg_text_scale=1e300)
+    failed, other = watched.engine.generate([overflowing, kvlab.draw(TEXT, **UNGUIDED)], seed=1)
+    assert (failed.finish_reason, failed.pixels) == ("error", None)
+    assert isinstance(failed.error, KvlabError)
+    assert "cfg_text_scale" in str(failed.error)
+    assert other.pixels is not None
+    watched.engine.check()
 
 
 def test_weights_changed_in_place_forget_pages_and_what_encoders_made(model):

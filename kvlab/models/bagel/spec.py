@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvlab.attention.base import AttentionBackend
-from kvlab.errors import InputError
+from kvlab.errors import InputError, KvlabError
 from kvlab.models.bagel.attending import through_pages
 from kvlab.models.bagel.autoencoder import Autoencoder, from_uint8, to_uint8
 from kvlab.models.bagel.canvas import Branch, Canvas
@@ -172,6 +172,11 @@ class BagelModel:
         canvas: Canvas | None = state
         if canvas is None or not canvas.is_done:
             return {}
+        if not bool(canvas.latents.isfinite().all()):
+            raise KvlabError(
+                "the picture's latents became NaN or infinite, so there is nothing to show; look for an overflow: a very large "
+                "cfg_text_scale, cfg_img_scale or noise, the weights, or the dtype"
+            )
         return {"pixels": to_uint8(self.decode_latents(canvas.latents, canvas.grid)).cpu()}
 
     # -- what runs -----------------------------------------------------------------------------------------------------
