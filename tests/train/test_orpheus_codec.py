@@ -78,7 +78,7 @@ def test_a_killed_run_goes_on_to_the_same_state(sounds: list[torch.Tensor], tmp_
     loop.train(whole, tmp_path / "whole.pt", num_steps=8)
     for step in range(6):  # past the code books
         torch.manual_seed(step)
-        loop._set_lr(killed, step, 8)
+        loop._set_lr(killed, loop.cosine(step, 8))
         loop._step(killed, step)
     loop.save(killed, tmp_path / "killed.pt", 6)
     resumed = make_task(sounds, seed=99)

@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(lines: list[speech.Line], tmp_
     loop.train(whole, tmp_path / "whole.pt", num_steps=5)
     for step in range(3):
         torch.manual_seed(step)
-        loop._set_lr(killed, step, 5)
+        loop._set_lr(killed, loop.cosine(step, 5))
         loop._step(killed, step)
     loop.save(killed, tmp_path / "killed.pt", 3)
     resumed = make_task(lines, seed=7)
