@@ -143,6 +143,13 @@ def test_an_extra_tensor_is_named(folder: Path, file: str):
         load_bagel(folder)
 
 
+@pytest.mark.parametrize("groups", [0, 3])
+def test_norm_groups_that_divide_no_level_are_named(groups: int):
+    config = AutoencoderConfig(norm_groups=groups)
+    with pytest.raises(LoadError, match=rf"128, 256, 512, 512 channels and norm_groups is {groups}.*config\.json"):
+        config.with_shapes(real_shapes("ae"))
+
+
 def test_a_tensor_of_another_shape_is_named(folder: Path):
     change(folder / "ema.safetensors", add={ODD_TENSOR: torch.zeros(3, 64)})
     with pytest.raises(LoadError, match=rf"{ODD_TENSOR}' has shape \[3, 64\] where \[128, 64\]"):

@@ -85,6 +85,11 @@ class AutoencoderConfig:
         channels = shapes[needed[0]][0]
         levels = [shapes[name][0] for i in range(len(shapes)) if (name := f"encoder.down.{i}.block.0.conv2.weight") in shapes]
         blocks = sum(f"encoder.down.0.block.{i}.conv2.weight" in shapes for i in range(len(shapes)))
+        if self.norm_groups < 1 or any(level % self.norm_groups for level in levels):
+            raise LoadError(
+                f"the autoencoder's levels have {', '.join(map(str, levels))} channels and norm_groups is {self.norm_groups}, "
+                f'which must divide each; entry "{ENTRY}" of config.json says how many there are (32 without it): get it again'
+            )
         multipliers = tuple(level // channels for level in levels)
         return replace(
             self,
