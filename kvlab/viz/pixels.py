@@ -34,7 +34,7 @@ def pixel_shares_panel(drifts: Sequence[PixelDrift], threshold: int = FAR) -> Pa
 
     Args:
         drifts: named; a line each.
-        threshold: of 255, marked by a vertical line; its shares stand in the title.
+        threshold: of 255, marked by a vertical line; its shares stand in the title, the three largest if there are more.
     """
     require_rows(drifts, PixelDrift)
     axis = share_axis(drifts)
@@ -56,7 +56,9 @@ def pixel_shares_panel(drifts: Sequence[PixelDrift], threshold: int = FAR) -> Pa
 
 
 def _shares_title(drifts: Sequence[PixelDrift], threshold: int) -> str:
-    shares = ", ".join(f"{share_words(drift, threshold)} ({cut(drift.name, 30)})" for drift in drifts[:3])
+    largest = sorted(range(len(drifts)), key=lambda i: drifts[i].share_over(threshold), reverse=True)[:3]
+    named = [drifts[i] for i in sorted(largest)]
+    shares = ", ".join(f"{share_words(drift, threshold)} ({cut(drift.name, 30)})" for drift in named)
     more = f", and {len(drifts) - 3} more" if len(drifts) > 3 else ""
     return f"Pixels over {threshold} of {FULL}: {shares}{more}"
 

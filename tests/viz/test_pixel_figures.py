@@ -66,6 +66,11 @@ def test_the_threshold_is_marked_and_its_shares_are_the_title():
     assert panel.table.to_dicts()[1]["over 64"] == "10.00%"
 
 
+def test_a_title_without_room_for_all_shares_names_the_largest():
+    panel = pixel_shares_panel([NEAR, EQUAL, EQUAL, FAR], threshold=0)
+    assert panel.title == "Pixels over 0 of 255: 3.00% (float32), none (same), 60.00% (wrong walk), and 1 more"
+
+
 # -- noise -------------------------------------------------------------------------------------------------------------
 
 
