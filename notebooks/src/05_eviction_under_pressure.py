@@ -253,9 +253,9 @@ viz.evictions(preempted.events)
 # %% [markdown]
 # ## Try it
 #
-# The sandbox with everything to turn. Things to try: lower *at once* until the stall is gone, and how much
-# further that is than the rule allows; add host pages step by step; turn the cache off and the gate on; combine
-# preemption with the cache off and count the diamonds.
+# The sandbox with everything to turn; where a run takes long, a button starts it. Things to try: lower *at once* until
+# the stall is gone, and see how much more that is than the rule allows; add host pages step by step; turn the cache
+# off and the gate on; combine preemption with the cache off and count the diamonds.
 
 
 # %% tags=["check"]
