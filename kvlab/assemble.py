@@ -96,7 +96,8 @@ def load(
         profile: "kvlab", or "published" for the published system's boundaries: nothing past a picture is reused, nor anything
             of a guided prompt.
         keying: "walk", or "ignore-walk" for a historical fault: keys name texts alone, so that a picture's pages are filed
-            under those of a text. Results made with it are wrong on purpose and say so.
+            under those of a text. Results made with it are wrong on purpose and say so. For requests without guidance: a
+            guided one that matches such pages ends with an error.
         check_invariants: check the pool after every change; None = as KVLAB_CHECK says.
         resources: per-resource overrides of the settings above, e.g. ``{"kv": {"page_size": 32}}``.
 

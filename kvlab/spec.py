@@ -184,6 +184,10 @@ Prompt: TypeAlias = str | Sequence[int] | Chat | Continued | Mixed
 def ask(*parts: Any, think: bool = False) -> Mixed:
     """Ask about pictures: texts and pictures in the order written, answered in words.
 
+    Args:
+        parts: a str is text, never a path; a picture is a PIL image, a ``pathlib.Path``, or an array [height, width, channels].
+        think: let the model write down its reasoning first.
+
     >>> ask("How many circles?").output
     'text'
     """
@@ -207,7 +211,11 @@ def draw(
 ) -> Mixed:
     """Ask for a picture: of a text, or an edit of the pictures among ``parts``. What is None is the model's default.
 
+    Pictures are encoded with noise from the request's ``seed``. Without one the noise is new each time, and pages that hold
+    such a picture are not found again; give a seed, or ``vae_sample="mean"``.
+
     Args:
+        parts: as those of ``ask``.
         think: let the model write down a plan first.
         size: (height, width) in pixels.
         num_timesteps: points of the noise schedule; one less is the number of evaluations.

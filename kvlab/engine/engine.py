@@ -170,7 +170,10 @@ class Engine(Rounds):
         return run
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[StreamChunk]:
-        """Yield the tokens of one request as they come; leaving the loop early cancels it."""
+        """Yield the tokens of one request as they come; leaving the loop early cancels it.
+
+        A drawn picture is no token: take it from the result of ``submit`` or ``generate``.
+        """
         handle = self.submit(prompt, **options)
         try:
             yield from handle
