@@ -101,8 +101,8 @@ for seed in range(SEED, SEED + 4):
 viz.pixel_table(by_seed)
 
 # %% [markdown]
-# **The column "equal pixels" of 4096 is the one to read.** With one of the seeds a single pixel is off, by 1. The last
-# column is the control again: drawn cold a second time, every picture equals the first.
+# **The column "equal pixels" of 4096 is the one to read.** No pixel moved with these seeds. The last column is the control
+# again: drawn cold a second time, every picture equals the first.
 #
 # ## Formats, guidance, steps
 #
@@ -117,10 +117,10 @@ for other in (engine, coarse):
 viz.pixel_table(by_setting)
 
 # %% [markdown]
-# **The coarser format does not drift more:** it is equal throughout. Its products are summed in float32 and *then* cut
-# to three digits, and what differed in the seventh is gone. On other hardware, or with longer sums, a value now and
-# then falls on the other side of a cut; then it is off by a whole bfloat16 step at once. That is how a GPU comes to
-# move pixels by more than 32.
+# **In float32 a single pixel is off in one of the rows, by 1. The coarser format does not drift more:** it is equal
+# throughout. Its products are summed in float32 and *then* cut to three digits, and what differed in the seventh is
+# gone. On other hardware, or with longer sums, a value now and then falls on the other side of a cut; then it is off
+# by a whole bfloat16 step at once. That is how a GPU comes to move pixels by more than 32.
 #
 # Do not mix this up with another question: how far are the two formats *from each other*? That is drift, too, but no
 # cache has a part in it.
@@ -247,8 +247,8 @@ viz.pictures(drawn, f"Walk ignored: {matched} match, and hold a picture", subtit
 # noise, which anybody would notice: it shows the *other* request's triangle. No error is raised and no log line
 # written; all counters look like a good hit.
 #
-# Every drift of this notebook in one figure, from equal to another picture. In a live notebook, **drag the threshold** and read
-# the shares in the title.
+# Every drift of this notebook in one figure, from equal to another picture. In a live notebook, **drag the
+# threshold** and read the largest shares in the title.
 
 # %% tags=["check"]
 after_hit = compare_pictures(cold, hit, "after a hit")
