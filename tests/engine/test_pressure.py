@@ -47,6 +47,16 @@ def test_b11_32_requests_on_96_pages_all_complete(tracer, options):
     assert engine.kv.arena.num_free == engine.kv.usable_pages - len(engine.kv.index)
 
 
+def test_31_sharers_of_one_request_before_them_all_complete(tracer):
+    engine = tracer(page_size=16, num_pages=257)
+    shared = [1 + i % 60 for i in range(320)]
+    prompts = [[*shared, *(1 + (n * 3 + i) % 60 for i in range(8))] for n in range(32)]
+    first = engine.generate(prompts[0], max_tokens=8)
+    results = engine.generate(prompts[1:], max_tokens=8)
+    assert all_right(engine, [first, *results], 8)
+    assert [result.cached_tokens for result in results] == [320] * 31
+
+
 def test_b11_with_no_gate_the_stall_is_named_within_50_steps(tracer):
     engine = tracer(page_size=16, num_pages=97, check_invariants=False, admission="none")
     with pytest.raises(StallError, match="96 of 96 usable pages"):
