@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from kvlab.errors import KvlabError
+from kvlab.train import command
 from kvlab.train.orpheus import card, evaluate, export, run
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kvlab.train.orpheus", description=__doc__)
-    parser.add_argument("--out", type=Path, help="train, and write the checkpoint to this folder")
-    parser.add_argument(
-        "--work", type=Path, default=Path("build/orpheus"), help="where the state is kept; a killed run goes on"
-    )
+    parser = command.make_parser("orpheus", __doc__)
     parser.add_argument("--codec-phrases", type=int, default=run.Plan.codec_phrases)
     parser.add_argument("--codec-steps", type=int, default=run.Plan.codec_steps)
     parser.add_argument(
@@ -29,29 +20,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--speech-phrases", type=int, default=run.Plan.speech_phrases)
     parser.add_argument("--speech-steps", type=int, default=run.Plan.speech_steps)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="more than one pays only on an idle machine")
-    parser.add_argument("--evaluate", type=Path, metavar="FOLDER", help="judge this checkpoint")
     parser.add_argument("--phrases", type=int, default=evaluate.NUM_PHRASES, help="how many held-out phrases are judged")
-    parser.add_argument("--json", action="store_true", help="print the judged shares as JSON")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parser = _parser()
-    asked = parser.parse_args(arguments)
-    if (asked.out is None) == (asked.evaluate is None):
-        parser.error("say either --out FOLDER to train or --evaluate FOLDER to judge")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    torch.set_num_threads(asked.threads)
-    try:
-        found = _train(asked) if asked.out else evaluate.evaluate(asked.evaluate, num_phrases=asked.phrases)
-    except KvlabError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write(json.dumps(found, indent=2) + "\n" if asked.json else card.table(found))
-    return 0
+    return command.run_command(_parser(), arguments, train=_train, evaluate=_judge, table=card.table)
+
+
+def _judge(asked: argparse.Namespace) -> dict[str, Any]:
+    return evaluate.evaluate(asked.evaluate, num_phrases=asked.phrases)
 
 
 def _train(asked: argparse.Namespace) -> dict[str, Any]:
