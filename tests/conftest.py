@@ -71,27 +71,37 @@ def checked() -> Iterator[list[Checkable]]:
 
 
 @pytest.fixture
-def tracer(checked: list[Checkable]) -> Iterator[Any]:
+def engine_over(checked: list[Checkable]) -> Iterator[Any]:
+    """``engine_over(model, **settings)`` makes an engine; it is checked and closed after the test."""
+    from kvlab.assemble import build_engine
+
+    engines = []
+
+    def make(model: Any, **settings: Any) -> Any:
+        engine = build_engine(model, **settings)
+        engines.append(engine)
+        checked.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def tracer(engine_over: Any) -> Any:
     """``tracer(**settings)`` makes an engine over the tracer model; it is checked and closed after the test.
 
     ``media=True`` makes it over the tracer of pictures.
     """
-    from kvlab.assemble import build_engine
     from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
     from kvlab.models.tracer_media import MediaTracer
-
-    engines = []
 
     def make(*, declares: bool = True, media: bool = False, max_seq_len: int = 4096, **settings: Any) -> Any:
         model = MediaTracer(max_seq_len=max_seq_len) if media else TracerModel(ToyProcessor(64), max_seq_len=max_seq_len)
         if not declares:
             model.prefix_key_streams = dict  # type: ignore[method-assign]
         defaults = {"num_pages": 128, "attention": TracerAttention, "prefix_cache_salt": "test"}
-        engine = build_engine(model, **(defaults | settings))
-        checked.append(engine)
-        engines.append(engine)
-        return engine
+        return engine_over(model, **(defaults | settings))
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make

@@ -14,7 +14,6 @@ import torch
 from tiny_checkpoints import write_folder
 
 import kvlab
-from kvlab.assemble import build_engine
 from kvlab.errors import InputError
 from kvlab.events import ModelLoaded
 from kvlab.models import registry
@@ -31,18 +30,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def make(model: Any, checked: list[Any]) -> Iterator[Callable[..., Any]]:
-    engines = []
-
-    def make(**settings: Any) -> Any:
-        engine = build_engine(model, **({"num_pages": 128, "page_size": 8} | settings))
-        engines.append(engine)
-        checked.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+def make(model: Any, engine_over: Any) -> Callable[..., Any]:
+    return lambda **settings: engine_over(model, **({"num_pages": 128, "page_size": 8} | settings))
 
 
 def prompt_of(length: int, first: int = 3) -> list[int]:

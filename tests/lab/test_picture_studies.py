@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ import tiny_bagel
 import torch
 from tiny_bagel import TEXT
 
-from kvlab.assemble import build_engine
 from kvlab.errors import InputError
 from kvlab.lab import picture_studies as studies
 from kvlab.lab.pixels import compare_pictures
@@ -30,18 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def make(model: Any, checked: list[Any]) -> Iterator[Callable[..., Any]]:
-    engines = []
-
-    def make(**settings: Any) -> Any:
-        engine = build_engine(model, **({"num_pages": 128, "page_size": 4} | settings))
-        engines.append(engine)
-        checked.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+def make(model: Any, engine_over: Any) -> Callable[..., Any]:
+    return lambda **settings: engine_over(model, **({"num_pages": 128, "page_size": 4} | settings))
 
 
 # -- cold, hit, cold again ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tiny_orpheus
 
-from kvlab.assemble import build_engine
 from kvlab.lab import speech_studies
 from kvlab.lab.results import SharedPrompt
 
@@ -29,18 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def make(model: Any, checked: list[Any]) -> Iterator[Callable[..., Any]]:
-    engines = []
-
-    def make(**settings: Any) -> Any:
-        engine = build_engine(model, **({"num_pages": 96, "page_size": 4} | settings))
-        engines.append(engine)
-        checked.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+def make(model: Any, engine_over: Any) -> Callable[..., Any]:
+    return lambda **settings: engine_over(model, **({"num_pages": 96, "page_size": 4} | settings))
 
 
 def say(*args: Any, **how: Any) -> Any:

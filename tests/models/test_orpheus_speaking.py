@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,8 @@ def model(folder: Path) -> OrpheusModel:
 
 
 @pytest.fixture
-def make(model: OrpheusModel, checked: list[Any]) -> Iterator[Callable[..., Any]]:
-    engines = []
-
-    def make(**settings: Any) -> Any:
-        engine = build_engine(model, **({"num_pages": 96, "page_size": 8} | settings))
-        engines.append(engine)
-        checked.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+def make(model: Any, engine_over: Any) -> Callable[..., Any]:
+    return lambda **settings: engine_over(model, **({"num_pages": 96, "page_size": 8} | settings))
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
