@@ -27,9 +27,9 @@ body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 sys
 main { max-width: 1240px; margin: 0 auto; padding: 24px 20px 60px; }
 h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 34px 0 8px; }
 p { margin: 4px 0; max-width: 76ch; } .soft { color: var(--soft); }
-figure { margin: 12px 0; display: grid; grid-template-columns: minmax(0, 760px) minmax(0, 1fr); gap: 18px; align-items: start; }
-figure > div { overflow: auto; max-height: 460px; }
-@media (max-width: 1000px) { figure { grid-template-columns: minmax(0, 1fr); } }
+figure { margin: 12px 0; display: flex; flex-wrap: wrap; gap: 18px; align-items: flex-start; }
+figure > :first-child { flex: 0 1 760px; min-width: 0; }
+figure > * + div { overflow: auto; max-height: 460px; max-width: 100%; }
 table { border-collapse: collapse; font-size: 13px; background: var(--paper); }
 caption { text-align: left; color: var(--soft); padding: 4px 8px; }
 th, td { padding: 4px 9px; border-bottom: 1px solid var(--grid); text-align: left; vertical-align: top; }
