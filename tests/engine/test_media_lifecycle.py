@@ -128,6 +128,7 @@ def test_a_deadline_may_pass_at_any_moment(tracer, kind):
 
 
 @pytest.mark.parametrize("where", ["forward", "encode", "finish_pass", "prepare_inputs"])
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_anywhere_leaves_a_usable_engine(tracer, monkeypatch, where):
     engine = engine_of(tracer)
     original, calls = getattr(engine.model, where), []

@@ -122,6 +122,7 @@ def test_in_place_weight_changes_are_noticed(make, model):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="raise_signal(SIGINT) ends the process on Windows")
+@pytest.mark.usefixtures("interrupts")
 def test_a_real_interrupt_leaves_a_usable_engine(make):
     engine = make()
     want = engine.generate(prompt_of(20), max_tokens=5, ignore_eos=True).ids
