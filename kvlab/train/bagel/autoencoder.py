@@ -13,6 +13,7 @@ from torch import Tensor
 from kvlab.models.bagel.autoencoder import Autoencoder, from_uint8
 from kvlab.models.bagel.config import AutoencoderConfig
 from kvlab.train.bagel import scenes
+from kvlab.train.loop import mixed_precision
 
 CONFIG = AutoencoderConfig(channels=16, multipliers=(1, 2, 4, 4), num_res_blocks=1, latent_channels=16, norm_groups=8)
 BATCH = 8
@@ -43,7 +44,7 @@ class AutoencoderTask:
     def losses(self, step_index: int) -> dict[str, Tensor]:
         """Fresh pictures through the network."""
         true = pictures(self.batch, random.Random(int(torch.randint(2**31, ()))))
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             mean, log_variance = (part.float() for part in self.autoencoder.moments(true))
             made = self.net.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp()).float()
         kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()

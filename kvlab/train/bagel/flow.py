@@ -20,6 +20,7 @@ from kvlab.train.bagel.packing import Packed
 from kvlab.train.bagel.pool import Pool
 from kvlab.train.bagel.probe import PatchProbe
 from kvlab.train.bagel.vocabulary import Texts
+from kvlab.train.loop import mixed_precision
 
 log = logging.getLogger("kvlab.train")
 
@@ -95,7 +96,7 @@ class FlowTask:
         made, said = packed.pictures["made"], packed.labels != packing.IGNORED
         clean, t = self.pool.latents(made), torch.sigmoid(torch.randn(len(made)) + TIME_MOVED)
         noise = torch.randn_like(clean)
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             x = forward.embed(self.net, packed, *self._given(packed))
             noisy = self.net.embed_latents(torch.lerp(clean, noise, t[:, None, None]), network.LATENT_GRID, t)
             hidden = forward.decode(self.net, packed, forward.put(x, packed.slots["made"], noisy))
