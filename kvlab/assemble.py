@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import InputError
-from kvlab.options import plain, require_switch, require_text, whole
+from kvlab.options import checks_invariants, plain, require_switch, require_text, whole
 from kvlab.recorder import check_log_path
 from kvlab.spec import check_salt
 
@@ -109,7 +108,7 @@ def load(
     from kvlab.models.loading import load_model
 
     _check_choices(profile, record, event_log)
-    _checks_invariants(check_invariants)
+    checks_invariants(check_invariants)
     model = load_model(name_or_path, dtype=dtype, device=device, max_seq_len=max_seq_len)
     return build_engine(
         model,
@@ -204,7 +203,7 @@ def build_engine(
     from kvlab.recorder import Recorder
 
     _check_choices(profile, record, event_log)
-    checks = _checks_invariants(check_invariants)
+    checks = checks_invariants(check_invariants)
     settings: dict[str, Any] = {
         "num_pages": num_pages,
         "pool_bytes": pool_bytes,
@@ -291,17 +290,6 @@ def _overrides(resources: Mapping[str, Mapping[str, Any]] | None, settings: Mapp
             if name not in settings:
                 raise InputError(f"unknown setting {name!r} of resource 'kv'; known are {', '.join(settings)}")
     return dict((resources or {}).get("kv", {}))
-
-
-def _checks_invariants(check_invariants: bool | None) -> bool:
-    """Return the switch as it was given, or as the environment has it."""
-    require_switch("check_invariants", check_invariants, or_none=True)
-    if check_invariants is not None:
-        return check_invariants
-    said = os.environ.get("KVLAB_CHECK", "")
-    if said not in ("", "0", "1"):
-        raise InputError(f"KVLAB_CHECK is {said!r}; it must be 1 (check the pool after every change), 0, or not set")
-    return said == "1"
 
 
 def _check_types(pool: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ numpy's numbers are numbers, and become Python's own, so that they print and are
 from __future__ import annotations
 
 import math
+import os
 from numbers import Integral, Real
 from typing import Any
 
@@ -72,3 +73,18 @@ def require_switch(name: str, value: Any, *, or_none: bool = False) -> None:
     """
     if not isinstance(value, bool) and not (or_none and value is None):
         raise InputError(f"{name} is {value!r}; it must be {'True, False or None' if or_none else 'True or False'}")
+
+
+def checks_invariants(check_invariants: bool | None) -> bool:
+    """Return the switch as it was given, or where it is None as the environment's ``KVLAB_CHECK`` has it.
+
+    Raises:
+        InputError: no switch, or a variable that is neither 0 nor 1.
+    """
+    require_switch("check_invariants", check_invariants, or_none=True)
+    if check_invariants is not None:
+        return check_invariants
+    said = os.environ.get("KVLAB_CHECK", "")
+    if said not in ("", "0", "1"):
+        raise InputError(f"KVLAB_CHECK is {said!r}; it must be 1 (check the pool after every change), 0, or not set")
+    return said == "1"

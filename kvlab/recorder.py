@@ -121,7 +121,14 @@ class Recorder:
         return self._num_folded
 
     def filter(self, *kinds: type[Event], rid: int | str | None = None) -> list[Entry]:
-        """Entries whose event is one of ``kinds`` (all if none are given) and concerns ``rid`` (any if None)."""
+        """Entries whose event is one of ``kinds`` (all if none are given) and concerns ``rid`` (any if None).
+
+        Raises:
+            InputError: one of ``kinds`` is no class of ``kvlab.events``.
+        """
+        for kind in kinds:
+            if not (isinstance(kind, type) and issubclass(kind, Event)):
+                raise InputError(f"{kind!r} is no kind of event; give classes of kvlab.events, such as events.PrefixMatched")
         return [
             entry
             for entry in self._entries

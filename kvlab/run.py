@@ -180,10 +180,13 @@ def _layout(model: str, page_size: int) -> tuple[KVLayout, int]:
     if model == TRACER:
         tracer = _tracer(RUN_CONTEXT_TOKENS)
         return tracer.kv_layout(page_size), tracer.max_seq_len
-    from kvlab.models.loading import default_dtype, open_checkpoint, torch_device
+    from kvlab.models.folders import is_bagel
+    from kvlab.models.loading import default_dtype, find_model, open_checkpoint, torch_device
     from kvlab.models.textlm import TextConfig
     from kvlab.spec import KVLayout
 
+    if is_bagel(find_model(model)[1]):
+        raise InputError(f"{model} draws, and a pool for pictures is not sized by tokens; see kvlab doctor --model {model}")
     config = TextConfig.from_hf(open_checkpoint(model).config)
     dtype = default_dtype(torch_device(None))
     return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype, dtype), config.max_seq_len

@@ -34,6 +34,12 @@ def test_what_is_no_event_number_cannot_be_replayed_to() -> None:
         Recorder(clock=lambda: 0.0).replay("x")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", [3, "RequestStarted", int])
+def test_only_kinds_of_events_can_be_picked(kind: Any) -> None:
+    with pytest.raises(InputError, match="is no kind of event; give classes of kvlab.events"):
+        Recorder(clock=lambda: 0.0).filter(RequestStarted, kind)
+
+
 def test_a_log_to_read_is_a_path_too() -> None:
     with pytest.raises(InputError, match="give the path of a file"):
         Recorder.from_jsonl(3)  # type: ignore[arg-type]

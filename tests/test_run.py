@@ -180,6 +180,11 @@ def test_size_says_when_loading_will_warn(caplog: pytest.LogCaptureFixture) -> N
     assert facts["note"].startswith("loading warns that 4 contexts do not fit")
 
 
+def test_size_sends_a_model_that_draws_to_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["size", "bagel-tiny", "--concurrency", "2", "--context", "100"]) == 2
+    assert "see kvlab doctor --model bagel-tiny" in capsys.readouterr().err
+
+
 def test_a_context_beyond_the_models_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["size", "tracer", "--concurrency", "1", "--context", "70000"]) == 2
     assert "context is 70000 tokens and the context of tracer is 65536" in capsys.readouterr().err

@@ -11,7 +11,6 @@ page is copied that a picture ends on, through a PageStore.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -38,6 +37,7 @@ from kvlab.cache.tier import HostTier
 from kvlab.cache.verbs import PoolVerbs
 from kvlab.cache.windows import Windows
 from kvlab.errors import InputError
+from kvlab.options import checks_invariants
 from kvlab.spec import (
     KVLayout,
     Match,
@@ -128,7 +128,7 @@ class KVResource(PoolVerbs):
         if tier_pages.num_pages:
             self._pool.tier = HostTier(tier_pages, _copier(store, key), self.counters, record)
         self._windows = Windows(self._pool)
-        self._checks = os.environ.get("KVLAB_CHECK") == "1" if check_invariants is None else check_invariants
+        self._checks = checks_invariants(check_invariants)
         self.pins = Pins(self._pool, self._filing, self._lock, max_pinned_pages)
         if record is not None:
             page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])

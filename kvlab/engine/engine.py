@@ -200,7 +200,7 @@ class Engine(Rounds):
         handles: list[RequestHandle] = []
         try:
             for one in prompt if several else [prompt]:
-                handles.append(self.submit(one, **options))
+                handles.append(self._submit_nth(len(handles), one, options) if several else self.submit(one, **options))
             while not all(handle.done for handle in handles):
                 self.step()
         except BaseException:
@@ -208,6 +208,13 @@ class Engine(Rounds):
                 handle.cancel()
             raise
         return finished(handles) if several else handles[0].result()
+
+    def _submit_nth(self, n: int, prompt: Prompt, options: Mapping[str, Any]) -> RequestHandle:
+        try:
+            return self.submit(prompt, **options)
+        except InputError as error:
+            error.add_note(f"this was prompt {n} of the list, counted from 0; none of the list has run")
+            raise
 
     @for_one_thread
     def step(self) -> int:

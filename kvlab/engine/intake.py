@@ -109,9 +109,16 @@ class Intake:
         if pages > self._kv.usable_pages:
             raise InputError(
                 f"the request needs up to {pages} pages ({run.prompt_slots} prompt tokens, max_tokens {options.max_tokens}, "
-                f"page size {self._kv.page_size}) and the pool has {self._kv.usable_pages} usable ones; "
+                f"page size {self._kv.page_size}{self._by_label(run)}) and the pool has {self._kv.usable_pages} usable ones; "
                 f"load with num_pages={pages + 1} or more"
             )
+
+    def _by_label(self, run: Run) -> str:
+        """Name the pages of each label where there are several: a guided drawing holds a second prompt."""
+        ends = {label: end for label, (_, end) in self._slots(run, run.request.options.max_tokens).items() if end}
+        if len(ends) < 2:
+            return ""
+        return "; " + ", ".join(f"{label} {self._kv.pages_needed(end)}" for label, end in ends.items())
 
     def _check_context(self, run: Run, options: RequestOptions) -> None:
         """The context is counted in rope ids, of which a picture has one."""

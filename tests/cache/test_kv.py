@@ -521,6 +521,12 @@ def test_i5_a_page_to_be_written_that_others_own():
         d.kv.check()
 
 
+def test_an_environment_that_says_neither_is_refused_by_a_pool_of_its_own_too(monkeypatch):
+    monkeypatch.setenv("KVLAB_CHECK", "yes")
+    with pytest.raises(InputError, match="KVLAB_CHECK is 'yes'; it must be 1"):
+        make(check_invariants=None)
+
+
 def test_invariants_are_checked_when_asked_for(monkeypatch):
     monkeypatch.delenv("KVLAB_CHECK")
     is_raised = {}

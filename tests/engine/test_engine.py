@@ -107,6 +107,14 @@ def test_streamed_pieces_make_up_the_text(tracer):
     assert [c.token for c in chunks] == list(result.ids) == [c.token for c in seen]
 
 
+def test_the_prompt_of_a_list_that_is_refused_is_numbered(tracer):
+    engine = tracer(num_pages=16)
+    with pytest.raises(InputError) as refused:
+        engine.generate([[1, 2], [3, 4], []], max_tokens=1)
+    assert refused.value.__notes__ == ["this was prompt 2 of the list, counted from 0; none of the list has run"]
+    assert engine.kv.arena.num_free == engine.kv.usable_pages
+
+
 def test_a_request_joins_and_leaves_between_steps(tracer):
     engine = tracer(page_size=4)
     early = engine.submit(PROMPT, max_tokens=8)

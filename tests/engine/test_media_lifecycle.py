@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.errors import DeadlineError
+from kvlab.errors import DeadlineError, InputError
 from kvlab.events import RequestPreempted
 from kvlab.spec import ask, draw
 
@@ -220,3 +221,14 @@ def test_nobody_passes_the_head_because_a_picture_may_take_long(tracer):
 def test_pictures_may_be_prepared_elsewhere(tracer, preprocess):
     engine = engine_of(tracer, preprocess=preprocess)
     assert is_right(engine, PROMPTS["edited"], submit(engine, PROMPTS["edited"]).result())
+
+
+def test_a_drawing_that_cannot_fit_names_the_pages_of_each_label(tracer):
+    engine = engine_of(tracer, num_pages=9)
+    with pytest.raises(InputError, match=r"needs up to (\d+) pages .*page size 4; main (\d+), cfg_img (\d+)\)") as refused:
+        engine.submit(PROMPTS["edited"], max_tokens=MAX_TOKENS)
+    total, *parts = [
+        int(number) for number in re.search(r"up to (\d+).*main (\d+), cfg_img (\d+)", str(refused.value)).groups()
+    ]
+    assert total == sum(parts)
+    assert all_pages_are_back(engine)
