@@ -310,7 +310,7 @@ def request_table(rows: Sequence[RequestRow]) -> Table:
         "prompt tokens",
         "cached tokens",
         "pages matched",
-        "first token, ms",
+        _first_output(rows),
         "tokens/s",
         "generated",
         "ended by",
@@ -329,3 +329,9 @@ def request_table(rows: Sequence[RequestRow]) -> Table:
         for r in rows
     ]
     return Table(columns, body, "Requests")
+
+
+def _first_output(rows: Sequence[RequestRow]) -> str:
+    """Name what ends the wait: a picture without a written plan has no token, and its first denoising step is timed."""
+    kinds = {"token" if row.generated_tokens else "step" for row in rows if row.ttft_ms is not None} or {"token"}
+    return f"first {' or '.join(sorted(kinds, reverse=True))}, ms"

@@ -7,7 +7,7 @@ import pytest
 from kvlab.errors import InputError
 from kvlab.lab.results import LadderRow, MissRow, PageSizeRow, RequestRow, TtftRow
 from kvlab.spec import MISS_CAUSES
-from kvlab.viz import hit_ladder_panel, ladder_table, miss_table, misses_panel, page_size_panel, ttft_panel
+from kvlab.viz import hit_ladder_panel, ladder_table, miss_table, misses_panel, page_size_panel, request_table, ttft_panel
 from kvlab.viz.hits import MAX_BARS, MAX_RANGES
 from kvlab.viz.marks import Line, Points
 from kvlab.viz.theme import LAST_PAGE, SERVED, cause_style
@@ -127,3 +127,12 @@ def test_neighbouring_ranges_of_one_cause_are_one_bar() -> None:
 def test_a_finding_of_ones_own_takes_the_title() -> None:
     panel = misses_panel([RequestRow("q", 40, 32, 2)], "Turn two is served from the cache")
     assert panel.title == "Turn two is served from the cache"
+
+
+@pytest.mark.parametrize(
+    ("generated", "header"),
+    [((), "first token, ms"), ((3,), "first token, ms"), ((0,), "first step, ms"), ((0, 3), "first token or step, ms")],
+)
+def test_the_wait_of_a_picture_ends_with_its_first_step(generated: tuple[int, ...], header: str) -> None:
+    rows = [RequestRow("r", 40, 32, 2, ttft_ms=5.0, generated_tokens=count) for count in generated]
+    assert request_table(rows).columns[4] == header
