@@ -83,6 +83,27 @@ def test_the_penalty_in_training_is_that_of_sampling(lines: list[speech.Line]) -
     assert torch.allclose(speech.penalised(logits, ids, is_answer, penalties), expected)
 
 
+def test_the_loss_within_slots_is_the_whole_one_among_what_a_slot_can_hold(lines: list[speech.Line]) -> None:
+    task, penalties = make_task(lines), [1.3, 1.0, 1.3, 1.0, 1.3]
+    some = [
+        speech.Line(line.ids[: line.answer_start].tolist(), line.frames[[0, 1, 0, *range(len(line.frames))]])
+        for line in lines[:5]
+    ]
+    task.net.eval()
+    ids, targets = speech._pad(some)
+    is_answer = targets != speech._IGNORED
+    logits = task.net(input_ids=ids).logits[is_answer].detach()
+    logits = speech.penalised(logits, ids, is_answer, torch.tensor(penalties))
+    said = targets[is_answer]
+    slots = ((said - vocabulary.custom(vocabulary.FIRST_AUDIO)) // vocabulary.CODEBOOK_SIZE).clamp(min=0)
+    first = vocabulary.custom(vocabulary.FIRST_AUDIO) + slots * vocabulary.CODEBOOK_SIZE
+    every = torch.arange(vocabulary.VOCAB_SIZE)
+    can_stand = (every >= first[:, None]) & (every < first[:, None] + vocabulary.CODEBOOK_SIZE)
+    can_stand |= (slots == 0)[:, None] & (every == vocabulary.custom(vocabulary.END_OF_SPEECH))
+    expected = torch.nn.functional.cross_entropy(logits.masked_fill(~can_stand, -torch.inf), said)
+    assert task._nats_in_slots(some, penalties).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_only_audio_and_the_end_of_speech_are_learnt(lines: list[speech.Line]) -> None:
     _, targets = speech._pad(lines[:1])
     learnt = targets[0][targets[0] != speech._IGNORED].tolist()

@@ -43,11 +43,12 @@ pocketsphinx comes with the extra `train`).
 
 ## How it was made
 
-* Speech: espeak-ng says phrases drawn from the grammar, pitch and speed a little different each time. A tenth
-  of all texts, chosen by a hash of the text, is held out from everything.
-* Codec: {codec_phrases} phrases, {codec_steps} steps, then {decoder_steps} of the decoder alone; spectral distances, no
-  adversary.
-* Speech model: {speech_phrases} phrases, {speech_steps} steps, a repetition penalty drawn for every line.
+* Speech: espeak-ng says phrases drawn from the grammar. A tenth of all texts, chosen by a hash of the text, is held
+  out from everything.
+* Codec: {codec_phrases} phrases, pitch and speed a little different each time, {codec_steps} steps, then {decoder_steps} of
+  the decoder alone; spectral distances, no adversary.
+* Speech model: {speech_phrases} phrases, each voice at its own pitch and speed, {speech_steps} steps, a repetition penalty
+  drawn for every line.
 * Again: `python -m kvlab.train.orpheus --out FOLDER --work STATE --codec-phrases {codec_phrases} --codec-steps
   {codec_steps} --decoder-steps {decoder_steps} --speech-phrases {speech_phrases} --speech-steps {speech_steps}`
 

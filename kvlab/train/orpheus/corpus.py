@@ -7,7 +7,7 @@ import random
 import shutil
 import subprocess
 import wave
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -69,17 +69,17 @@ def is_held_out(text: str) -> bool:
     return blake2b(text.encode("utf-8"), digest_size=1).digest()[0] < _HELD_OUT_OF_256
 
 
-def phrases(count: int, *, seed: int, held_out: bool = False) -> list[Phrase]:
-    """Return ``count`` phrases, the same for the same seed; voices take turns.
+def phrases(count: int, *, seed: int, held_out: bool = False, varied: bool = False) -> list[Phrase]:
+    """Return ``count`` phrases, the same for the same seed; voices take turns, ``varied`` ones a little higher or slower.
 
     >>> first, second = phrases(2, seed=0)
     >>> first.voice, second.voice
     ('tara', 'leo')
     """
     stream = _texts(random.Random(f"{seed} texts"), held_out)
-    vary = random.Random(f"{seed} voices")
     voices = list(VOICES)
-    return [_say_somehow(voices[i % len(voices)], next(stream), vary) for i in range(count)]
+    said = [_say(voices[i % len(voices)], next(stream)) for i in range(count)]
+    return _vary(said, random.Random(f"{seed} voices")) if varied else said
 
 
 def _texts(draw: random.Random, held_out: bool) -> Iterator[str]:
@@ -111,9 +111,22 @@ def _count(draw: random.Random) -> str:
     return f"{number} {draw.choice(COLOURS)} {draw.choice(SHAPES)}{plural}"
 
 
-def _say_somehow(voice: str, text: str, vary: random.Random) -> Phrase:
+def _say(voice: str, text: str) -> Phrase:
     _, pitch, speed = VOICES[voice]
-    return Phrase(voice, text, pitch + vary.randint(-4, 4), speed + vary.randint(-8, 8), vary.randint(0, SAMPLE_RATE // 20))
+    return Phrase(voice, text, pitch, speed)
+
+
+def _vary(said: Sequence[Phrase], draw: random.Random) -> list[Phrase]:
+    return [
+        Phrase(
+            phrase.voice,
+            phrase.text,
+            pitch=phrase.pitch + draw.randint(-4, 4),
+            words_a_minute=phrase.words_a_minute + draw.randint(-8, 8),
+            lead_samples=draw.randint(0, SAMPLE_RATE // 20),
+        )
+        for phrase in said
+    ]
 
 
 # -- sound -------------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def recordings(plan: Plan) -> list[Tensor]:
     """Return the recordings the codec learns from."""
 
     def make() -> list[Tensor]:
-        said = corpus.phrases(plan.codec_phrases, seed=plan.seed)
+        said = corpus.phrases(plan.codec_phrases, seed=plan.seed, varied=True)
         return [torch.from_numpy(corpus.speak(phrase)) for phrase in progress(said, "recording")]
 
     return _kept(plan.work / "recordings.pt", make)
