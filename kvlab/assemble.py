@@ -197,7 +197,7 @@ def build_engine(
     from kvlab.engine.chunks import ChunkRule
     from kvlab.engine.declare import report_sizing
     from kvlab.engine.engine import Engine
-    from kvlab.engine.gate import AdmissionOptions
+    from kvlab.engine.gate import AdmissionOptions, admission_of
     from kvlab.engine.positions import Positions
     from kvlab.engine.preprocess import PreprocessWorker
     from kvlab.recorder import Recorder
@@ -217,13 +217,14 @@ def build_engine(
         "host_tier_pages": host_tier_pages,
     }
     pool = {name: plain(value) for name, value in (settings | _overrides(resources, settings)).items()}
+    usual = admission_of(profile)
     options = AdmissionOptions(
-        admission=admission or ("none" if profile == "published" else "reserve"),
+        admission=admission or usual.admission,
         admission_order=admission_order,
         backfill_protect=backfill_protect,
         backfill_window=plain(backfill_window),
         max_concurrent_requests=plain(max_concurrent_requests),
-        preemption=preemption,
+        preemption=usual.preemption if preemption is None else preemption,
     )
     chunks = ChunkRule(plain(max_step_tokens))
     _check_types(pool)
@@ -247,7 +248,7 @@ def build_engine(
         transport=None if transport is None else transport(store),
         check_invariants=checks,
         record=recorder,
-        miss_log=MissLog(pages) if record else None,
+        miss_log=MissLog(pages),
         keying=keying,
     )
     engine = Engine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -253,11 +254,32 @@ def _require_path(path: Any) -> None:
 
 
 def _open_log(path: str | Path) -> TextIO:
+    """Open a log for one writer: it is emptied once it is clear that nobody else writes it.
+
+    Raises:
+        InputError: it cannot be written, or another recorder writes it.
+    """
     check_log_path(path)
     try:
-        return open(path, "w", encoding="utf-8", newline="\n")
+        file = open(path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - the recorder closes it
+        _claim(file)
+    except BlockingIOError as error:
+        file.close()
+        raise InputError(f"another engine is writing the event log {path}; close it first, or give another path") from error
     except OSError as error:
         raise InputError(f"the event log cannot be written to {path} ({error.strerror}); give another path") from error
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.truncate(0)
+    return file
+
+
+def _claim(file: TextIO) -> None:
+    """Lock a file against other writers until it is closed, where the system can (Windows has no such lock)."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _to_line(entry: Entry) -> str:

@@ -51,8 +51,8 @@ def test_an_environment_that_says_neither_is_refused(tracer, monkeypatch: pytest
 @pytest.mark.parametrize(("said", "checks"), [("1", True), ("0", False), ("", False)])
 def test_the_environment_decides_where_the_caller_does_not(tracer, monkeypatch, said: str, checks: bool) -> None:
     monkeypatch.setenv("KVLAB_CHECK", said)
-    assert tracer().kv._checks is checks
-    assert tracer(check_invariants=not checks).kv._checks is not checks
+    assert tracer().kv.checks is checks
+    assert tracer(check_invariants=not checks).kv.checks is not checks
 
 
 def test_settings_of_numpy_give_the_engine_that_pythons_own_give(tracer, tmp_path: Path) -> None:

@@ -34,6 +34,19 @@ def test_what_is_no_event_number_cannot_be_replayed_to() -> None:
         Recorder(clock=lambda: 0.0).replay("x")  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such lock")
+def test_a_log_has_one_writer(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    first = Recorder(clock=lambda: 0.0, log_path=path)
+    first(RequestStarted(1))
+    with pytest.raises(InputError, match=r"another engine is writing the event log .*log.jsonl; close it first"):
+        Recorder(clock=lambda: 0.0, log_path=path)
+    first.close()
+    assert [entry.event for entry in Recorder.from_jsonl(path).filter(RequestStarted)] == [RequestStarted(1)]
+    Recorder(clock=lambda: 0.0, log_path=path).close()
+    assert len(Recorder.from_jsonl(path).filter()) == 0
+
+
 @pytest.mark.parametrize("kind", [3, "RequestStarted", int])
 def test_only_kinds_of_events_can_be_picked(kind: Any) -> None:
     with pytest.raises(InputError, match="is no kind of event; give classes of kvlab.events"):

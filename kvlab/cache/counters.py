@@ -16,7 +16,7 @@ class KVCounters:
     host under them. ``host_hits`` = hits for which cached pages came back from the host, ``host_matched_pages`` of
     ``matched_pages``; ``host_kept_pages`` went there when they were evicted, and ``host_dropped_pages`` had to leave again.
     ``ends_kept`` copies of pages cut at a picture's end were filed, and ``ends_lent`` times one was copied for a repeat.
-    ``chains_ended`` counts by reason.
+    ``resumed_tokens`` were found again by requests that had been sent back, and are no hits. ``chains_ended`` counts by reason.
     """
 
     probes: int = 0
@@ -36,6 +36,7 @@ class KVCounters:
     host_dropped_pages: int = 0
     ends_kept: int = 0
     ends_lent: int = 0
+    resumed_tokens: int = 0
     chains_ended: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class KVResource(PoolVerbs):
         if tier_pages.num_pages:
             self._pool.tier = HostTier(tier_pages, _copier(store, key), self.counters, record)
         self._windows = Windows(self._pool)
-        self._checks = checks_invariants(check_invariants)
+        self.checks = checks_invariants(check_invariants)
         self.pins = Pins(self._pool, self._filing, self._lock, max_pinned_pages)
         if record is not None:
             page_bytes = layout.bytes_per_page(BYTES_PER_VALUE[layout.dtype])
@@ -214,6 +214,12 @@ class KVResource(PoolVerbs):
                 self._table.rewind(request, free)
                 self._check()
 
+    def resume_request(self, rid: RequestId, config: RequestConfig) -> None:
+        self._remote.wait(rid)
+        with self._lock:
+            self._table.resume(rid, config)
+            self._check()
+
     def remove_request(self, rid: RequestId) -> None:
         self._remote.wait(rid)
         with self._lock:
@@ -284,7 +290,7 @@ class KVResource(PoolVerbs):
                 self.index.check()
 
     def _check(self) -> None:
-        if self._checks:
+        if self.checks:
             self.check()
 
     def cleanup(self) -> None:

@@ -31,10 +31,12 @@ class MissLedger:
     # -- notes, taken when a walk is about to run
 
     def note(self, request: KVRequest, stream: CacheStream, num_tokens: int, cause: str, evidence: str) -> None:
-        """The next ``num_tokens`` prompt slots of ``stream`` will be computed because of ``cause``."""
+        """The next ``num_tokens`` slots of ``stream`` will be computed because of ``cause``; past its prompt none is due."""
         start, notes = stream.begins_at, request.notes.setdefault(stream.label, {})
+        prompt = request.config.prompts.get(stream.label)
+        num_tokens = num_tokens if prompt is None else min(num_tokens, prompt.prompt_slots - start)
         is_explained = start not in notes and any(m.start <= start < m.stop for causes in notes.values() for m in causes)
-        if num_tokens and not (is_explained and stream.laid is not None and stream.laid.spans):
+        if num_tokens > 0 and not (is_explained and stream.laid is not None and stream.laid.spans):
             notes[start] = (Miss(stream.label, start, start + num_tokens, cause, evidence),)
         if not notes:
             del request.notes[stream.label]
@@ -64,9 +66,13 @@ class MissLedger:
         if stream.converted or stream.is_fresh:
             if stream.label not in request.notes and (misses := self._explain(request, stream, self._held(stream))):
                 request.notes[stream.label] = {misses[0].start: misses}
-            if not stream.reported and stream.chain is not None:
-                stream.reported = True
+            if request.config.prompt_logprobs:  # every row was asked for: what is cached was not looked for, and not missed
+                pass
+            elif stream.chain is not None and stream.label not in request.reported:
+                request.reported.add(stream.label)
                 self._report(stream, stream.chain, counters)
+            elif stream.converted:
+                counters.resumed_tokens += self._held(stream)
         self._tell(request, stream)
 
     def _report(self, stream: CacheStream, chain: PrefixChain, counters: KVCounters) -> None:

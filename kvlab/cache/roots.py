@@ -22,7 +22,7 @@ KEY_FORMAT = "kvlab keys v1"
 
 _MIB = 1 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf")
-_CONFIG_PATTERNS = ("config.json", "*.safetensors.index.json")
+_CONFIG_PATTERNS = ("config.json", "llm_config.json", "vit_config.json", "*.safetensors.index.json")
 
 
 def fingerprint(*fields: object) -> bytes:

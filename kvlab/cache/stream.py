@@ -71,7 +71,6 @@ class CacheStream:
     offloaded: bool = False  # on the host, or on its way there
     host_pages: list[int] = field(default_factory=list)
     host_len: int = 0  # slots stored on them
-    reported: bool = False
     retention: tuple[Retention, ...] = ()  # how long its pages should stay cached
 
     @property

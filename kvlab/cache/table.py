@@ -15,8 +15,10 @@ from kvlab.spec import Miss, RequestConfig, RequestId, StepContext
 
 @dataclass(slots=True)
 class KVRequest:
-    """A request as the KV resource knows it. ``notes``: label -> first slot -> causes of what one walk computed.
-    ``served``: slots of the walk under way, by label, that need not run at all.
+    """A request as the KV resource knows it.
+
+    ``notes``: label -> first slot -> causes of what one walk computed. ``served``: slots of the walk under way, by label, that
+    need not run at all. ``reported``: labels whose match was counted, in this life or in one before it.
     """
 
     rid: RequestId
@@ -25,6 +27,7 @@ class KVRequest:
     notes: dict[str, dict[int, tuple[Miss, ...]]] = field(default_factory=dict)
     told: set[tuple[str, int]] = field(default_factory=set)
     served: dict[str, int] = field(default_factory=dict)
+    reported: set[str] = field(default_factory=set)
 
     def brought_keys(self, label: str) -> bool:
         """True when the worker keyed the prompt of ``label``."""
@@ -63,6 +66,18 @@ class StreamTable:
             request = self.requests[rid] = KVRequest(rid, config)
         self.stream_of(rid, "main")
         self.seed(request)
+
+    def resume(self, rid: RequestId, config: RequestConfig) -> None:
+        """Begin anew with a request: what it finds from now on of a prompt that was counted is no hit.
+
+        Raises:
+            InputError: as ``ingest``.
+        """
+        before = self.requests.get(rid)
+        self.remove(rid)
+        self.ingest(rid, config)
+        if before is not None:
+            self.requests[rid].reported = before.reported
 
     def seed(self, request: KVRequest) -> None:
         """Give a chain to every stream that may have one."""

@@ -15,7 +15,7 @@ from kvlab.cache.pins import check_name
 from kvlab.engine.chunks import ChunkRule
 from kvlab.engine.declare import check_declaration, moved_root, open_caches
 from kvlab.engine.encoders import EncoderMemo
-from kvlab.engine.gate import AdmissionOptions, Gate
+from kvlab.engine.gate import AdmissionOptions, Gate, admission_of
 from kvlab.engine.handle import RequestHandle, finished
 from kvlab.engine.handover import HandedOver
 from kvlab.engine.holds import HoldLog
@@ -101,7 +101,7 @@ class Engine(Rounds):
         self._running: list[Run] = []
         self._in_flight: dict[RequestId, Run] = {}
         self._rids = itertools.count(1)
-        self._gate = Gate(kv, admission or AdmissionOptions(), rounds_left=self._rounds_left, record=recorder)
+        self._gate = Gate(kv, admission or admission_of(profile), rounds_left=self._rounds_left, record=recorder)
         kv.guard_grants(self._gate.may_grant, self._gate.may_recall)
         self._offloads = Offloads(kv, self._gate, self._running, self._intake.claim, policy=offload_policy)
         kv.pins.can_spare = self._gate.can_spare
@@ -229,6 +229,8 @@ class Engine(Rounds):
         if self.recorder is not None:
             self.recorder.step = self._round
         with deferred_interrupts():
+            if self._waiting:
+                self._notice_changed_weights()
             self._collect_prepared()
             self._end_overdue()
             self._offloads.bring_back()
@@ -248,6 +250,8 @@ class Engine(Rounds):
             held = held or (self._offloads.parked if num_ran == 0 else [])
             if held and not self._preempt_for(held, num_ran) and num_ran == 0:
                 self._stop_if_stalled(held)
+            if self.kv.checks:
+                self._gate.check()
         return num_ran
 
     def _refuse_in_step(self, verb: str) -> None:

@@ -49,7 +49,7 @@ def peak_pages(footprints: Sequence[Footprint], page_size: int) -> int:
     held, claim, now, growth, rounds = table.T[:, :, None]  # each [requests, 1]
     moments = np.unique(np.concatenate(([0], table[:, 4][table[:, 4] > 0] - 1)))[None, :]  # [1, moments]
     grown = held + now + growth * -(-moments // page_size)  # [requests, moments]
-    usage = np.minimum(np.maximum(claim, held), grown)
+    usage = np.minimum(np.maximum(claim, held), np.where(rounds == 0, held + now, grown))
     running = (moments < rounds) | (rounds == 0)
     return int((usage * running).sum(axis=0).max())
 

@@ -65,6 +65,11 @@ class AdmissionOptions:
         return self.admission != "none" if self.preemption is None else self.preemption
 
 
+def admission_of(profile: str) -> AdmissionOptions:
+    """Return how a profile lets requests in where nothing is said of it: the published system neither reserves nor preempts."""
+    return AdmissionOptions(admission="none", preemption=False) if profile == "published" else AdmissionOptions()
+
+
 def _check_whole(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{name} is {value!r}; it must be a whole number of at least 1")

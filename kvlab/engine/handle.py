@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from kvlab.engine.request import GenerationResult, StreamChunk
 from kvlab.engine.run import Run
-from kvlab.errors import KvlabError
+from kvlab.errors import InputError, KvlabError
 from kvlab.spec import RequestId
 
 
@@ -43,10 +43,11 @@ class RequestHandle:
         """Run the engine until this request has ended.
 
         Raises:
+            InputError: the request was handed over: it ends in the engine that took it, or with ``cancel()``.
             Exception: what ended the request, if it did not end well.
         """
         while self._run.result is None:
-            self._step()
+            self._advance()
         result = self._run.result
         if result.error is not None:
             raise result.error
@@ -60,7 +61,15 @@ class RequestHandle:
                 shown += 1
             if self.done:
                 return
-            self._step()
+            self._advance()
+
+    def _advance(self) -> None:
+        if self._run.is_handed_over:
+            raise InputError(
+                f"request {self.rid} was handed over and does not go on here: wait for it where it was taken over, then "
+                "cancel() it here"
+            )
+        self._step()
 
     def __repr__(self) -> str:
         return f"RequestHandle({self.rid}, {'done' if self.done else 'in flight'})"

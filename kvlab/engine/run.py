@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlab.engine.handover import HandedOver
@@ -44,6 +44,7 @@ class Run:
     chunks: list[StreamChunk] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
+    probed: Mapping[str, Match] | None = None  # what was found of the current walk, which waits to run
     matched: dict[tuple[int, int], Mapping[str, int]] = field(default_factory=dict)
     reply_reason: str | None = None  # why no more tokens are generated, once that is so
     replays: bool = False  # it was sent back, and writes what it has generated again
@@ -59,7 +60,7 @@ class Run:
     handed: HandedOver | None = None  # begun elsewhere, and not read yet
     is_handed_over: bool = False  # to go on elsewhere
     last_ran_round: int = 0
-    first_misses: tuple[Miss, ...] = ()
+    earlier_misses: tuple[Miss, ...] = ()  # of lives before this one
     cancel_requested: bool = False
     result: GenerationResult | None = None
 
@@ -111,21 +112,27 @@ class Run:
         layouts = (spans for by_label in self.record.layouts.values() for spans in by_label.values())
         return any(len(spans) > 1 or any(span.kind != "ids" for span in spans) for spans in layouts)
 
-    def note_match(self, matches: Mapping[str, Match]) -> None:
-        """Remember how much of the current walk was served from pages."""
-        self.matched[self.preemptions, self.walk_index] = {label: match.slots for label, match in matches.items()}
+    def note_match(self) -> None:
+        """The current walk goes ahead with what was found of it. What is looked up and then has to wait is asked again."""
+        if self.probed is not None:
+            slots = {label: match.slots for label, match in self.probed.items()}
+            self.matched[self.preemptions, self.walk_index] = slots
+            self.probed = None
 
     def cached(self) -> dict[str, int]:
-        """Slots served from pages by label. What a later life finds are its own pages: no hit."""
+        """Slots served from pages by label. What a walk finds that has run in an earlier life are its own pages: no hit."""
         found: dict[str, int] = {}
-        for (life, _), slots in self.matched.items():
-            for label, count in slots.items() if life == 0 else ():
+        for key, slots in self.matched.items():
+            for label, count in slots.items() if self._is_first(*key) else ():
                 found[label] = found.get(label, 0) + count
         return found
 
     def resumed_tokens(self) -> int:
         """Slots that were found cached after preemptions."""
-        return sum(sum(slots.values()) for (life, _), slots in self.matched.items() if life)
+        return sum(sum(slots.values()) for key, slots in self.matched.items() if not self._is_first(*key))
+
+    def _is_first(self, life: int, walk_index: int) -> bool:
+        return all((earlier, walk_index) not in self.matched for earlier in range(life))
 
     def replay(self, starts_with: int | None) -> list[int]:
         """Ids that a sampling loop had written or was to write next when the request was sent back."""
@@ -155,12 +162,29 @@ class Run:
 
     def send_back(self, misses: Sequence[Miss]) -> None:
         """Preempted: the request starts over, and is to write what it has generated again."""
-        self.first_misses = self.first_misses or tuple(misses)
+        self.earlier_misses = self._all_misses(misses)
         self.preemptions += 1
-        self.walk_index, self.rest, self.state = 0, None, None
+        self.walk_index, self.rest, self.state, self.probed = 0, None, None, None
         self.replays = bool(self.generated)
         if len(self.prompt_logprobs) < len(self.prompt_ids):
             self.prompt_logprobs.clear()
+
+    def _all_misses(self, misses: Sequence[Miss]) -> tuple[Miss, ...]:
+        """Those of earlier lives, and of this one's those of prompt slots that no earlier life has served or computed."""
+        if not self.preemptions:
+            return tuple(misses)
+        begins = self.cached()
+        for m in self.earlier_misses:
+            begins[m.label] = max(begins.get(m.label, 0), m.stop)
+        cut = (
+            replace(
+                m,
+                start=max(m.start, begins.get(m.label, 0)),
+                stop=min(m.stop, self.prompt_slots) if m.label == "main" else m.stop,  # what it generated is no prompt
+            )
+            for m in misses
+        )
+        return (*self.earlier_misses, *(m for m in cut if m.start < m.stop))
 
     def extend_prompt(self, record: PromptRecord) -> None:
         """What was generated is part of the prompt from now on."""
@@ -199,7 +223,7 @@ class Run:
             ttft_ms=self._ms_until(first_s),
             total_ms=(now_s - self.submitted_s) * 1e3,
             tokens_per_s=self._rate(),
-            misses=MissTable(self.first_misses or misses),
+            misses=MissTable(self._all_misses(misses)),
             model=model,
             request=self.request,
             fork=self.record.fork,

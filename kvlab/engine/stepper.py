@@ -112,7 +112,7 @@ class Stepper:
             if whole is None:
                 return None
             inputs, matches = self._skip(run.rid, walk, whole)
-            run.note_match(matches)
+            run.probed = matches
         return self._cut(walk, run, replace(inputs, ids={label: ids for label, ids in inputs.ids.items() if len(ids)}), budget)
 
     def _sampling_row(self, walk: Walk, run: Run) -> Row | None:
@@ -133,6 +133,7 @@ class Stepper:
         """Nothing of the walk is left to run: it is complete, and the next one's turn comes in this very round."""
         if self._record is not None:
             self._record(WalkServed(run.rid, walk.name, run.walk_index))
+        run.note_match()
         self._settle(run, walk, Landed())
         outcome.served.append(run)
 
@@ -156,6 +157,8 @@ class Stepper:
             if refusal is None:
                 refusal = next((r for r in (res.admit(step, ctx) for res in self._resources) if r is not None), None)
             if refusal is None:
+                for row in rows:
+                    row.run.note_match()
                 return step, ctx, rows
             if not self._make_room(refusal):
                 rows = self._without_refused(rows, refusal, outcome)

@@ -162,7 +162,7 @@ def test_a_fine_tune_of_equal_size_differs(checkpoint: Path) -> None:
     assert checkpoint_identity(checkpoint) != before
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "llm_config.json", "vit_config.json"])
 def test_another_configuration_or_index_differs(checkpoint: Path, name: str) -> None:
     before = checkpoint_identity(checkpoint)
     (checkpoint / name).write_text('{"other": 1}', encoding="utf-8")

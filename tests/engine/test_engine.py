@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvlab.errors import DeadlineError, InputError, StallError
+from kvlab.events import PrefixMatched
 from kvlab.spec import chat
 
 PROMPT = list(range(1, 20))  # 19 tokens: four whole pages of 4 and three tokens more
@@ -80,6 +81,15 @@ def test_a_follow_up_extends_the_first_turn_token_for_token(tracer):
     assert second.cached_tokens == (len(PROMPT) + 5) // 4 * 4  # the last sampled token was never written
 
 
+def test_k15_1_tokenised_again_a_turn_hits_up_to_the_fork_and_with_kept_ids_all_that_was_written(tracer):
+    engine = tracer(page_size=4)
+    prompt = list(range(1, 17))
+    reply = list(engine.generate(prompt, max_tokens=12, ignore_eos=True).ids)
+    forked = [*reply[:5], reply[5] % 60 + 1, *reply[6:]]
+    assert engine.generate([*prompt, *forked, 7, 8], max_tokens=1).cached_tokens == 20
+    assert engine.generate([*prompt, *reply, 7, 8], max_tokens=1).cached_tokens == 24  # of 27 written
+
+
 def test_a_follow_up_leaves_out_the_id_that_ended_the_reply(tracer):
     engine = tracer(page_size=4)
     end = engine.model.continuation(PROMPT, 3)[-1]
@@ -141,12 +151,14 @@ def test_k4_3_prompt_logprobs_need_the_skipped_rows(tracer):
     engine, uncached = tracer(page_size=4), tracer(page_size=4, prefix_cache=False)
     prompt = list(range(1, 13))
     engine.generate(prompt, max_tokens=1)
-    lookups = engine.kv.counters.probes
+    before = engine.kv.counters.as_dict()
     result = engine.generate(prompt, max_tokens=1, prompt_logprobs=True)
     assert result.prompt_logprobs[0] is None
     assert len(result.prompt_logprobs) == 12
     assert result.prompt_logprobs == uncached.generate(prompt, max_tokens=1, prompt_logprobs=True).prompt_logprobs
-    assert (result.cached_tokens, engine.kv.counters.probes) == (0, lookups)  # not booked as a miss
+    assert result.cached_tokens == 0
+    assert engine.kv.counters.as_dict() == before | {"committed_tokens": before["committed_tokens"] + 12}  # no miss is booked
+    assert len(engine.events.filter(PrefixMatched)) == 1
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(tracer):
@@ -181,6 +193,15 @@ def test_requests_of_other_salts_share_nothing(tracer):
     assert [r.cached_tokens for r in results] == [0, 16]
 
 
+@pytest.mark.parametrize("record", [True, False])
+def test_an_evicted_prompt_is_told_from_one_never_seen_with_and_without_events(tracer, record):
+    engine = tracer(page_size=4, num_pages=8, record=record)
+    for prompt in ([1] * 12, [2] * 27):
+        engine.generate(prompt, max_tokens=1)
+    assert [m.cause for m in engine.generate([1] * 12, max_tokens=1).misses] == ["evicted", "last_page_cap"]
+    assert [m.cause for m in engine.generate([3] * 12, max_tokens=1).misses] == ["never_seen"]
+
+
 def test_b24_opted_out_requests_neither_hit_nor_file(tracer):
     engine = tracer(page_size=4)
     engine.generate(PROMPT, max_tokens=9, prefix_cache=False)
@@ -189,6 +210,17 @@ def test_b24_opted_out_requests_neither_hit_nor_file(tracer):
     result = engine.generate(PROMPT, max_tokens=1, prefix_cache=False)
     assert result.cached_tokens == 0
     assert {m.cause for m in result.misses} == {"opted_out"}
+
+
+@pytest.mark.parametrize("preprocess", ["inline", "thread"])
+def test_weights_changed_before_a_waiting_request_starts_serve_it_nothing_old(tracer, preprocess):
+    engine = tracer(page_size=4, preprocess=preprocess)
+    engine.generate(PROMPT, max_tokens=3)
+    handle = engine.submit(PROMPT, max_tokens=3)
+    engine.model.seed = 1
+    result = handle.result()
+    assert (result.cached_tokens, list(result.ids)) == (0, engine.model.continuation(PROMPT, 3))
+    assert engine.generate(PROMPT, max_tokens=1).cached_tokens > 0  # and what it filed is of the new weights
 
 
 def test_weights_changed_in_place_drop_what_is_cached_and_say_so(tracer):
@@ -317,6 +349,17 @@ def test_an_interrupt_leaves_a_usable_engine(tracer, error):
     del engine.model.forward
     assert engine.kv.arena.num_free == engine.kv.usable_pages
     assert list(engine.generate(PROMPT, max_tokens=4).ids) == engine.model.continuation(PROMPT, 4)
+
+
+def test_the_gate_is_checked_with_the_pool(tracer, monkeypatch):
+    engine, checks = tracer(), []
+    monkeypatch.setattr(engine._gate, "check", lambda: checks.append("checked"))
+    engine.generate(PROMPT, max_tokens=3)
+    assert len(checks) == engine._round
+    quiet = tracer(check_invariants=False)
+    monkeypatch.setattr(quiet._gate, "check", lambda: checks.append("unasked"))
+    quiet.generate(PROMPT, max_tokens=1)
+    assert "unasked" not in checks
 
 
 def test_a_callback_that_raises_ends_its_own_request(tracer):

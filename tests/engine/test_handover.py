@@ -190,3 +190,15 @@ def test_a_killed_peer_leaves_nothing_wrong_and_nothing_leaked():
     assert "could not be read from its peer" in error
     assert after == TracerModel(ToyProcessor(64)).continuation(PROMPT, 20)
     assert (cached, leaked) == (0, 0)
+
+
+def test_what_was_handed_over_is_not_waited_for_here():
+    a, b = pair()
+    handle, handed = begin(a, max_tokens=5)
+    with pytest.raises(InputError, match="was handed over and does not go on here"):
+        handle.result()
+    with pytest.raises(InputError, match="was handed over"):
+        list(handle)
+    assert len(b.take_over(handed).result().ids) == 5
+    handle.cancel()
+    assert handle.result().finish_reason == "cancelled"

@@ -300,3 +300,9 @@ def test_a_picture_is_shown_as_a_picture(tracer):
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(bundle["image/png"]))))
     assert np.array_equal(shown, result.pixels.numpy())
     assert result.image.size == (9, 6)
+
+
+def test_misses_end_with_the_prompt_though_a_written_plan_is_closed_after_it(tracer):
+    engine = tracer(media=True, page_size=4)
+    result = engine.generate(draw("10 11 12 13", think=True), max_tokens=5, seed=1)
+    assert [(m.start, m.stop) for m in result.misses if m.label == "main"] == [(0, result.prompt_tokens)]

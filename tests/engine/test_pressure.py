@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +15,10 @@ from kvlab.assemble import build_engine
 from kvlab.engine.footprint import Footprint, can_finish, peak_pages
 from kvlab.engine.gate import AdmissionOptions, Claim, Gate
 from kvlab.errors import InputError, StallError
-from kvlab.events import GrantRefused, PagesLeased, RequestPreempted, RequestReserved, RequestWaits, Stalled
+from kvlab.events import GrantRefused, PagesLeased, PrefixMatched, RequestPreempted, RequestReserved, RequestWaits, Stalled
 from kvlab.lab.sizing import size_pool
 from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
+from kvlab.spec import ask
 
 PREFIX = [1 + i % 60 for i in range(59 * 16)]
 SHARERS = [[*PREFIX, *[1 + (i + j) % 60 for j in range(8)]] for i in range(32)]
@@ -143,6 +146,13 @@ def test_b34_slots_that_are_no_positions_are_reserved_in_full():
     assert gate.choose([Claim(1, need, 13)]) == 0
 
 
+def test_b34_the_slots_of_a_picture_are_claimed_in_full_however_short_the_context(tracer):
+    engine = tracer(media=True, max_seq_len=64)
+    run = engine.submit(ask("10 11", np.zeros((2, 97, 3), dtype=np.uint8)), max_tokens=16)._run
+    assert run.prompt_slots == 200
+    assert engine._intake.claim(run).total_pages == -(-(200 + 16) // 16)
+
+
 class FakePool:
     """A pool of free pages and nothing else."""
 
@@ -190,6 +200,7 @@ def test_unknown_names_and_windows_of_nothing_are_errors(tracer, options, messag
 
 def test_the_published_profile_has_no_gate_and_no_preemption(tracer):
     engine = tracer(page_size=4, num_pages=8, profile="published")
+    assert tracer(page_size=4, profile="published", admission="reserve")._gate.options.preempts is False
     with pytest.raises(StallError, match="admission is none.*preemption is False"):
         engine.generate([[1] * 16, [2] * 12], max_tokens=3)
 
@@ -205,7 +216,8 @@ def slow_peak(footprints: list[Footprint], page_size: int) -> int:
 def usage(f: Footprint, t: int, page_size: int) -> int:
     if f.rounds and t >= f.rounds:
         return 0
-    return min(max(f.claim_pages, f.held_pages), f.held_pages + f.now_pages + f.growth * -(-t // page_size))
+    growth = f.growth if f.rounds else 0  # one that has ended holds its pages in every round, and takes no more
+    return min(max(f.claim_pages, f.held_pages), f.held_pages + f.now_pages + growth * -(-t // page_size))
 
 
 FOOTPRINTS = st.builds(
@@ -221,8 +233,7 @@ FOOTPRINTS = st.builds(
 @settings(deadline=None)
 @given(st.lists(FOOTPRINTS, max_size=6), st.sampled_from([1, 4, 16]))
 def test_the_peak_is_that_of_looking_at_every_round(footprints, page_size):
-    running = [f for f in footprints if f.rounds]  # one that has ended holds its pages in every round
-    assert peak_pages(running, page_size) == slow_peak(running, page_size)
+    assert peak_pages(footprints, page_size) == slow_peak(footprints, page_size)
 
 
 @settings(deadline=None)
@@ -268,6 +279,23 @@ def test_k5_7_a_preempted_request_resumes_where_it_was(tracer):
     assert (new.prompt_tokens, new.cached_tokens) == (8, 0)
 
 
+def test_k5_7_13_tokens_are_looked_up_and_12_found(tracer):
+    engine = tracer(page_size=4, num_pages=40)
+    handle = engine.submit([1] * 8, max_tokens=16)
+    run = handle._run
+    for generated, found in ((5, 12), (9, 28)):  # the second time 17 are looked up, and 16 more are found
+        while len(run.generated) < generated:
+            engine.step()
+        assert engine.kv.stored_tokens(run.rid) == 8 + generated - 1
+        engine._preempt(run, run)
+        engine.step()
+        assert run.resumed_tokens() == found
+    result = handle.result()
+    assert all_right(engine, [result], 16)
+    assert (result.prompt_tokens, result.cached_tokens, result.preemptions) == (8, 0, 2)
+    assert (engine.kv.counters.prompts_admitted, engine.kv.counters.hits, engine.kv.counters.resumed_tokens) == (1, 0, 28)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_preempted_output_equals_the_run_alone_sampled_and_penalised(tracer, seed):
     ask = {"max_tokens": 24, "temperature": 1.0, "seed": seed, "repetition_penalty": 1.3}
@@ -287,15 +315,40 @@ def test_k13_1_resumed_pages_are_no_hits(tracer):
     assert sum(r.cached_tokens for r in results) == 0
     assert sum(r.resumed_tokens for r in results) > 0
     assert all_right(engine, results, 24)
+    counters = engine.kv.counters
+    assert (counters.prompts_admitted, counters.hits, counters.matched_tokens) == (10, 0, 0)
+    assert counters.resumed_tokens == sum(r.resumed_tokens for r in results)
+    assert [entry.event.rid for entry in engine.events.filter(PrefixMatched)] == [r.rid for r in results]
+
+
+def each_token_once(result):
+    spans = [(result.cached_tokens, result.cached_tokens), *((m.start, m.stop) for m in result.misses)]
+    return spans[-1][1] == result.prompt_tokens and all(a[1] == b[0] for a, b in pairwise(spans))
 
 
 def test_every_prompt_token_keeps_one_cause_through_preemptions(tracer):
     engine = tracer(page_size=4, num_pages=9, admission="none", preemption=True)
-    for result in engine.generate([[1] * 8, [2] * 8], max_tokens=16):
-        spans = [(m.start, m.stop) for m in result.misses]
-        assert spans[0][0] == result.cached_tokens
-        assert spans[-1][1] == result.prompt_tokens
-        assert all(a[1] == b[0] for a, b in pairwise(spans))
+    assert all(each_token_once(result) for result in engine.generate([[1] * 8, [2] * 8], max_tokens=16))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_does_so_too_for_requests_sent_back_before_anything_of_them_ran(tracer, seed):
+    rng = random.Random(seed)
+    shared = rng.choices(range(1, 4), k=12)
+    engine = tracer(
+        page_size=rng.choice([1, 2, 4]), num_pages=rng.choice([16, 20]), admission="none", preemption=True,
+        max_step_tokens=rng.choice([3, 8, 2048]),
+    )  # fmt: skip
+    handles = []
+    for _ in range(rng.randint(4, 9)):
+        prompt = [*shared[: rng.randint(1, 10)], *rng.choices(range(1, 5), k=rng.randint(1, 3))]
+        handles.append(engine.submit(prompt, max_tokens=rng.randint(0, 2 if len(prompt) > 11 else 4)))
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+    results = [handle.result() for handle in handles]
+    assert all(each_token_once(result) for result in results)
+    assert sum(r.cached_tokens for r in results) == engine.kv.counters.matched_tokens
+    assert sum(r.resumed_tokens for r in results) == engine.kv.counters.resumed_tokens
 
 
 # -- the sizing rule ---------------------------------------------------------------------------------------------------

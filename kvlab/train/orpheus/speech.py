@@ -44,7 +44,7 @@ PENALTIES = (1.0, 1.3, 1.3, 1.3)
 UNSEEN_EVERY_STEPS = 250
 #: Which ids can stand in a slot is learnt at once, and the likelihoods of all others take a third of a step: they are weighed
 #: in every so many steps only.
-ALL_IDS_EVERY_STEPS = 6
+ALL_IDS_EVERY_STEPS = 4
 _IGNORED = -100
 
 
