@@ -129,8 +129,7 @@ class Prober:
     def peek(self, stream: CacheStream) -> list[int]:
         """Pages of the index that a look-up would lease for a stream that has not begun."""
         chain, index = stream.chain, self._pool.index
-        needs_every_row = self._table.requests[stream.rid].config.prompt_logprobs
-        if chain is None or index is None or not stream.is_fresh or stream.lease is not None or needs_every_row:
+        if chain is None or index is None or not self._may_lend(stream):
             return []
         pages = index.peek(stream.root, chain.keys)[: chain.lendable_pages]
         return pages[: self._whole_end(stream, chain, len(pages), self._ends.has)[0]] if chain.layout else pages
@@ -141,12 +140,16 @@ class Prober:
         The probe of the first step finds the lease and takes no second one.
         """
         chain, index = stream.chain, self._pool.index
+        if chain is None or index is None or not self._may_lend(stream):
+            return 0
         num_pages = len(self.peek(stream))
-        if chain is None or index is None or not stream.is_fresh or stream.lease is not None:
-            return num_pages
         if num_pages or self._is_on_host(stream, chain) or any(self._ends.has(stream, end) for end in chain.ends_on(0)):
             self._look_up(stream, chain, index, chain.prompt_slots)
         return num_pages
+
+    def _may_lend(self, stream: CacheStream) -> bool:
+        needs_every_row = self._table.requests[stream.rid].config.prompt_logprobs
+        return stream.is_fresh and stream.lease is None and not needs_every_row
 
     def _is_on_host(self, stream: CacheStream, chain: PrefixChain) -> bool:
         return self._pool.tier is not None and (stream.root, chain.keys[0]) in self._pool.tier

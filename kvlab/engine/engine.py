@@ -95,7 +95,7 @@ class Engine(Rounds):
         self.recorder = recorder
         self._resources: tuple[Resource, ...] = (kv, attention, self.positions, self.sampler)
         self._clock, self._hold_log = clock, HoldLog(clock)
-        self._intake = Intake(model, kv, self._resources)
+        self._intake = Intake(model, kv, self._resources, profile=profile)
         self._walks = dict(model.walks())
         self._waiting: list[Run] = []
         self._running: list[Run] = []
@@ -302,6 +302,7 @@ class Engine(Rounds):
             InputError: as ``submit``; the name is taken, the prompt fills no page, the pool's ``max_pinned_pages`` would be
                 exceeded, or requests under way were promised the room. Then nothing is pinned.
         """
+        self._refuse_in_step("pin")
         check_name(name)
         options = {"max_tokens": 0, "salt": salt, "fields": {} if fields is None else fields}
         run = self._submit(prompt, read_options({**self.model.default_options, **options}))
@@ -318,6 +319,7 @@ class Engine(Rounds):
         """Forget every cached page and encoded picture. Pages of running requests stay readable and are not offered again."""
         self.encoders.clear()
         dropped = [resource.reset_prefix_cache("asked") for resource in self._resources]
+        self._requeue_unbegun()
         return all(dropped)
 
     @for_one_thread
@@ -359,6 +361,7 @@ class Engine(Rounds):
             logger.info("the weights of %s changed in place: its prefix cache is dropped", self.model.name)
             self.encoders.clear()
             self._roots = moved_root(self.model, self._resources, self._weights_epoch)
+            self._requeue_unbegun()
 
 
 def _fields(prompt: Prompt, options: RequestOptions) -> Mapping[str, Any]:

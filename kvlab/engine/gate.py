@@ -108,7 +108,7 @@ class Supply(Protocol):
 class Claim:
     """What a request will hold over its life: ``total_pages``, lent ones included, of them ``prompt_pages`` for its prompt, in
     ``growth`` growing streams. ``own_pages`` it takes from the free list in the end however many are lent to it: a window lets
-    go of lent pages as of others.
+    go of lent pages as of others. ``looks_up``: False when the engine will not look for its prompt in the cache.
     """
 
     rid: RequestId
@@ -116,6 +116,7 @@ class Claim:
     prompt_pages: int
     growth: int = 1
     own_pages: int = 0
+    looks_up: bool = True
 
     def fresh_pages(self, lent_pages: int) -> int:
         """Pages it takes from the free list over its life while so many are lent to it."""
@@ -184,7 +185,7 @@ class Gate:
         return self.options.admission_order == "backfill"
 
     def _first_fitting(self, waiting: Sequence[Claim]) -> int | None:
-        hit = self._pool.peek_prefix(waiting[0].rid)
+        hit = self._hit(waiting[0])
         supply, fits = self._pool.supply_pages(hit), self._room()
         if fits(waiting[0], len(hit), supply):
             return self._let_in(waiting, 0, len(hit))
@@ -194,13 +195,16 @@ class Gate:
         shadow_round, spare_pages = self._head_start(waiting[0].fresh_pages(len(hit)), supply)
         for place in range(1, min(len(waiting), self.options.backfill_window + 1)):
             claim = waiting[place]
-            hit = self._pool.peek_prefix(claim.rid)
+            hit = self._hit(claim)
             is_gone_in_time = self._rounds_left(claim.rid) <= shadow_round < UNKNOWN_ROUNDS
             if (is_gone_in_time or claim.fresh_pages(len(hit)) <= spare_pages) and fits(
                 claim, len(hit), self._pool.supply_pages(hit)
             ):
                 return self._let_in(waiting, place, len(hit))
         return None
+
+    def _hit(self, claim: Claim) -> list[int]:
+        return self._pool.peek_prefix(claim.rid) if claim.looks_up else []
 
     def _fits(self, claim: Claim, hit_pages: int, supply: int) -> bool:
         return self._room()(claim, hit_pages, supply)
@@ -225,7 +229,7 @@ class Gate:
         self._claims[claim.rid] = claim
         self._epoch += 1
         self._told.pop(claim.rid, None)
-        if self.options.admission != "none":
+        if self.options.admission != "none" and claim.looks_up:
             leased = self._pool.lease_prefix(claim.rid)
             if leased != hit_pages:
                 raise IntegrityError(f"request {claim.rid} was let in with {hit_pages} cached pages and leased {leased}")

@@ -16,10 +16,15 @@ from kvlab.spec import ModelSpec, RequestConfig, Resource
 
 
 class Intake:
-    """Fills in a run once the worker has delivered its prompt."""
+    """Fills in a run once the worker has delivered its prompt.
 
-    def __init__(self, model: ModelSpec, kv: KVResource, resources: Sequence[Resource]) -> None:
+    Args:
+        profile: "kvlab", or "published", which never looks up a guided prompt.
+    """
+
+    def __init__(self, model: ModelSpec, kv: KVResource, resources: Sequence[Resource], *, profile: str = "kvlab") -> None:
         self._model, self._kv, self._resources = model, kv, tuple(resources)
+        self._is_published = profile == "published"
         self._walks = dict(model.walks())
 
     def prepare(self, run: Run, prepared: Prepared) -> None:
@@ -70,7 +75,8 @@ class Intake:
             }
         total_pages = sum(self._kv.pages_needed(end) for _, end in slots.values())
         growth = sum(end > prompt for prompt, end in slots.values())
-        return Claim(run.rid, total_pages, prompt_pages, growth, own_pages)
+        is_guided = sum(prompt > 0 for prompt, _ in slots.values()) > 1
+        return Claim(run.rid, total_pages, prompt_pages, growth, own_pages, looks_up=not (is_guided and self._is_published))
 
     def _slots(self, run: Run, max_tokens: int) -> Mapping[str, tuple[int, int]]:
         return self._model.slots(run.record, max_tokens)

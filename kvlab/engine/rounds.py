@@ -78,6 +78,14 @@ class Rounds(Endings):
         except Exception as error:  # the others go on
             self._end(run, "error", error)
 
+    def _requeue_unbegun(self) -> None:
+        """Let requests in anew that were let in and have not begun: what they were to be lent went with the cache."""
+        for run in [run for run in reversed(self._running) if not run.has_begun and not run.rests]:
+            self._gate.release(run.rid)
+            self._running.remove(run)
+            self._waiting.insert(0, run)
+            run.state = run.probed = None
+
     def _never_fits(self, run: Run) -> InputError:
         need, supply = self._intake.claim(run).total_pages, self.kv.supply_pages()
         return InputError(
@@ -113,7 +121,10 @@ class Rounds(Endings):
         pending = [run for run in self._running if not run.rests]
         while pending:
             walk, group = self._next_group(pending)
+            num_waiting = len(self._waiting)
             outcomes.append(self._stepper.run(self._round, walk, group))
+            if len(self._waiting) != num_waiting:  # a callback emptied the cache
+                pending = [run for run in pending if run not in self._waiting]
             pending += [run for run in outcomes[-1].served if run.result is None]
         return outcomes
 

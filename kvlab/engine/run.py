@@ -90,6 +90,11 @@ class Run:
         return self.request.options.deadline_s is not None or self.request.options.deadline_steps is not None
 
     @property
+    def has_begun(self) -> bool:
+        """True once something of it ran, or was served, in this life."""
+        return self.walk_index > 0 or self.rest is not None or (self.preemptions, 0) in self.matched
+
+    @property
     def rests(self) -> bool:
         """True while no step may run it."""
         return self.is_parked or self.is_handed_over

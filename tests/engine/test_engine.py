@@ -161,6 +161,17 @@ def test_k4_3_prompt_logprobs_need_the_skipped_rows(tracer):
     assert len(engine.events.filter(PrefixMatched)) == 1
 
 
+def test_prompt_logprobs_are_whole_when_the_prompt_is_on_the_host(tracer):
+    engine = tracer(page_size=4, num_pages=14, host_tier_pages=8)
+    prompt = list(range(1, 24))
+    engine.generate(prompt, max_tokens=0)
+    engine.kv.evict(20)
+    result = engine.generate(prompt, max_tokens=1, prompt_logprobs=True)
+    assert result.cached_tokens == 0
+    assert result.prompt_logprobs == tracer(page_size=4).generate(prompt, max_tokens=1, prompt_logprobs=True).prompt_logprobs
+    assert engine.generate(prompt, max_tokens=1).cached_tokens == 20
+
+
 def test_prompt_logprobs_do_not_depend_on_chunks(tracer):
     whole, cut = tracer(page_size=4), tracer(page_size=4, max_step_tokens=5)
     ask = {"max_tokens": 1, "prompt_logprobs": True}

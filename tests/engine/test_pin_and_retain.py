@@ -47,6 +47,15 @@ def test_a_request_that_pins_leave_no_room_for_ends_with_both_numbers(tracer, pr
     assert engine.generate([9] * 20, max_tokens=8).finish_reason == "length"
 
 
+def test_a_callback_cannot_pin_and_leaves_nothing_behind(tracer) -> None:
+    engine = tracer(page_size=16)
+    handle = engine.submit(SYSTEM, max_tokens=3, on_token=lambda chunk: engine.pin([5] * 20, name="mine"))
+    with pytest.raises(InputError, match="on_token cannot pin the engine that is calling it"):
+        handle.result()
+    assert engine._waiting == engine._running == []
+    assert engine.pin([5] * 20, name="mine") == 1
+
+
 def test_room_promised_to_requests_under_way_cannot_be_pinned(tracer) -> None:
     engine = tracer(page_size=16, num_pages=9)
     engine.generate([*SYSTEM, 1], max_tokens=1)

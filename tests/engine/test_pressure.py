@@ -18,7 +18,7 @@ from kvlab.errors import InputError, StallError
 from kvlab.events import GrantRefused, PagesLeased, PrefixMatched, RequestPreempted, RequestReserved, RequestWaits, Stalled
 from kvlab.lab.sizing import size_pool
 from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
-from kvlab.spec import ask
+from kvlab.spec import ask, draw
 
 PREFIX = [1 + i % 60 for i in range(59 * 16)]
 SHARERS = [[*PREFIX, *[1 + (i + j) % 60 for j in range(8)]] for i in range(32)]
@@ -349,6 +349,56 @@ def test_it_does_so_too_for_requests_sent_back_before_anything_of_them_ran(trace
     assert all(each_token_once(result) for result in results)
     assert sum(r.cached_tokens for r in results) == engine.kv.counters.matched_tokens
     assert sum(r.resumed_tokens for r in results) == engine.kv.counters.resumed_tokens
+
+
+def sharers_of_a_trunk(engine):
+    """Two requests that fit together by the trunk both are lent; the second is let in and does not run yet."""
+    trunk = [1 + i % 60 for i in range(32)]
+    engine.generate([*trunk, 9], max_tokens=0)
+    handles = [engine.submit([*trunk, *[5] * 30, i], max_tokens=40) for i in (1, 2)]
+    engine.step()
+    assert [run.has_begun for run in engine._running] == [True, False]
+    return handles
+
+
+def change_weights(engine):
+    engine.model.seed = 1
+    engine.submit([1], max_tokens=0)
+
+
+@pytest.mark.parametrize("drop", [lambda engine: engine.reset_prefix_cache(), change_weights])
+def test_emptying_the_cache_keeps_the_promise_to_those_let_in_and_not_begun(tracer, drop):
+    engine = tracer(page_size=4, num_pages=45, max_step_tokens=4, preemption=False)
+    handles = sharers_of_a_trunk(engine)
+    drop(engine)
+    engine.check()
+    assert [handle.result().finish_reason for handle in handles] == ["length", "length"]
+    assert [handle.outcome.cached_tokens for handle in handles] == [32, 0]
+    assert handles[1].outcome.held_steps == 0
+
+
+def test_a_callback_may_empty_the_cache_while_others_are_let_in_and_not_begun(tracer):
+    engine = tracer(page_size=4, num_pages=45, max_step_tokens=4, preemption=False)
+    trunk = [1 + i % 60 for i in range(32)]
+    engine.generate([*trunk, 9], max_tokens=0)
+    resets = []
+    first = engine.submit([3], max_tokens=6, on_token=lambda chunk: resets.append(engine.reset_prefix_cache()))
+    others = [engine.submit([*trunk, *[5] * 20, i], max_tokens=30) for i in (1, 2)]
+    for handle in (first, *others):
+        assert all_right(engine, [handle.result()], handle.outcome.request.options.max_tokens)
+        engine.check()
+    assert len(resets) == 6
+
+
+def test_the_published_profile_may_reserve_and_counts_no_hit_that_it_will_not_look_up(tracer):
+    engine = tracer(media=True, page_size=4, num_pages=66, profile="published", admission="reserve")
+    long, short = " ".join(str(10 + i % 50) for i in range(62)), "10 11 12 13 14 15 16 17 18 19 20 21 22 23"
+    engine.generate(ask(long), max_tokens=0)
+    handles = [engine.submit(draw(long, short), max_tokens=1, seed=1) for _ in range(2)]
+    while not all(handle.done for handle in handles):
+        engine.step()
+        engine.check()
+    assert [handle.outcome.finish_reason for handle in handles] == ["stop", "stop"]
 
 
 # -- the sizing rule ---------------------------------------------------------------------------------------------------
