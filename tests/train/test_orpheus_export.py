@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import kvlab
+from kvlab.errors import LoadError
 from kvlab.train.orpheus import card, codec, export, run, speech, vocabulary
 
 snac = pytest.importorskip("snac", reason="needs the extra audio")
@@ -77,3 +79,40 @@ def test_the_readme_tells_what_was_measured_and_what_was_not(tmp_path: Path) -> 
     assert "| 12.5% |" in text
     assert "tara 20.0%" in text
     assert "Apache-2.0" in text
+
+
+# -- a checkpoint to go on from ----------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_from_the_weights_of_a_checkpoint(folder: Path) -> None:
+    torch.manual_seed(1)
+    net = speech.build(SHAPE)
+    export.read_into(net, folder)
+    written = load_file(folder / "model.safetensors")
+    assert all(torch.equal(tensor.bfloat16(), written[name]) for name, tensor in net.state_dict().items() if name in written)
+    assert net.dtype == torch.float32
+
+
+def test_a_checkpoint_of_another_shape_or_none_is_told(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="holds no speech model of this training's shape to start from"):
+        export.read_into(speech.build(SHAPE | {"num_hidden_layers": 1}), folder)
+    with pytest.raises(LoadError, match="holds no speech model"):
+        export.read_into(speech.build(SHAPE), tmp_path)
+    for wrong in (folder, tmp_path):
+        with pytest.raises(LoadError, match="holds no codec of this training's shape to start from"):
+            run.train_codec(run.Plan(tmp_path, start=wrong))
+
+
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
+def test_two_processes_encode_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scipy", reason="needs the extra audio")
+    monkeypatch.setattr(run, "CHUNK", 2)
+    monkeypatch.setattr(run, "NUM_UNSEEN", 1)
+    torch.manual_seed(2)
+    codec.quick.speed_up(net := codec.build())
+    net.eval()
+    made = []
+    for num_threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda num_threads=num_threads: num_threads)
+        made.append(run.lines(run.Plan(tmp_path / str(num_threads), speech_phrases=4), net)[0])
+    assert [line.ids.tolist() for line in made[0]] == [line.ids.tolist() for line in made[1]]

@@ -1,10 +1,11 @@
-"""``python -m kvlab.train.orpheus``: train orpheus-tiny from nothing, or judge a checkpoint."""
+"""``python -m kvlab.train.orpheus``: train orpheus-tiny from nothing or further, or judge a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvlab.train import command
@@ -20,6 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--speech-phrases", type=int, default=run.Plan.speech_phrases)
     parser.add_argument("--speech-steps", type=int, default=run.Plan.speech_steps)
+    parser.add_argument("--start", type=Path, metavar="FOLDER", help="keep this checkpoint's codec, train its speech model on")
     parser.add_argument("--phrases", type=int, default=evaluate.NUM_PHRASES, help="how many held-out phrases are judged")
     return parser
 
@@ -42,6 +44,7 @@ def _train(asked: argparse.Namespace) -> dict[str, Any]:
         asked.speech_phrases,
         asked.speech_steps,
         asked.seed,
+        asked.start,
     )
     codec_net = run.train_codec(plan)
     net = run.train_speech(plan, codec_net)

@@ -48,7 +48,7 @@ pocketsphinx comes with the extra `train`).
 * Codec: {codec_phrases} phrases, pitch and speed a little different each time, {codec_steps} steps, then {decoder_steps} of
   the decoder alone; spectral distances, no adversary.
 * Speech model: {speech_phrases} phrases, each voice at its own pitch and speed, {speech_steps} steps, a repetition penalty
-  drawn for every line.
+  drawn for every line.{start}
 * Again: `python -m kvlab.train.orpheus --out FOLDER --work STATE --codec-phrases {codec_phrases} --codec-steps
   {codec_steps} --decoder-steps {decoder_steps} --speech-phrases {speech_phrases} --speech-steps {speech_steps}`
 
@@ -62,6 +62,9 @@ size of the code book, the voices), `model.safetensors` (bfloat16), `generation_
 
 Apache-2.0, as kvlab. No weights and no recordings of others went into it.
 """
+
+_STARTED = """
+* It went on from an earlier checkpoint, given as `--start`: its codec is that one's, and its speech began with that one's."""
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -94,5 +97,6 @@ def write(folder: Path, plan: run.Plan, found: Mapping[str, Any], *, num_paramet
         decoder_steps=plan.decoder_steps,
         speech_phrases=plan.speech_phrases,
         speech_steps=plan.speech_steps,
+        start=_STARTED if plan.start is not None else "",
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

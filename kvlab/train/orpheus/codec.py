@@ -52,6 +52,18 @@ def build(config: Mapping[str, Any] = CONFIG) -> nn.Module:
     return cast(nn.Module, SNAC(**config))
 
 
+def from_weights(weights: Mapping[str, Tensor]) -> nn.Module:
+    """Return a trained network, ready to encode.
+
+    Raises:
+        RuntimeError: the weights are of another shape.
+    """
+    net = build()
+    quick.speed_up(net)
+    net.load_state_dict(dict(weights))
+    return net.eval().requires_grad_(False)
+
+
 # -- loss on sounds ----------------------------------------------------------------------------------------------------
 
 
