@@ -265,19 +265,41 @@ class Engine(Rounds):
         Its pages stay until ``handle.cancel()``, which is due once the other engine has taken it over.
 
         Raises:
-            InputError: the request has no token yet, or has ended, or is more than one text answered in words.
+            InputError: the request has no token yet, or has ended, or is more than one text answered in words; it computes its
+                prompt again after a preemption, its window has released some of it, or ``on_token`` called.
         """
+        self._refuse_in_step("hand over a request of")
         run = next((r for r in self._running if r.rid == handle.rid), None)
-        if run is None or not run.generated or run.is_parked:
-            raise InputError(f"request {handle.rid} cannot be handed over: it is not running, has no token, or is on the host")
-        if not self._intake.extends_prompt(run):
-            raise InputError(
-                f"request {handle.rid} cannot be handed over: only a prompt of one text goes from engine to engine, and this "
-                "one has pictures or walks of its own; let this engine finish it"
-            )
+        why_not = self._why_it_stays(run)
+        if run is None or why_not:
+            raise InputError(f"request {handle.rid} cannot be handed over: {why_not}")
         run.is_handed_over = True
         published = {resource.key: resource.publish(run.rid) for resource in self._resources}
         return HandedOver(run.prompt_ids, tuple(run.generated), run.walk_index, run.request.options, published)
+
+    def _why_it_stays(self, run: Run | None) -> str:
+        """Why a request cannot go on in another engine, in words; "" when it can."""
+        if run is None or not run.generated or run.is_parked or self.kv.is_offloaded(run.rid):
+            return "it is not running, has no token, or is on the host"
+        if not self._intake.extends_prompt(run):
+            return (
+                "only a prompt of one text goes from engine to engine, and this one has pictures or walks of its own; let this "
+                "engine finish it"
+            )
+        if run.handed is not None:
+            return "it was taken over here and its pages are not read yet; step this engine until it has a token more"
+        walk = self._walks[run.walk]
+        if run.replays or not (walk.loops and walk.samples):
+            return (
+                "it was sent back for want of pages and computes its prompt again; step this engine until it has a token more"
+            )
+        released = self.kv.stream(run.rid).released
+        if released:
+            return (
+                f"its window has released {released} tokens, and no engine can read a stream with a gap; let this engine "
+                "finish it, or hand over before anything is released"
+            )
+        return ""
 
     @for_one_thread
     def take_over(self, handed: HandedOver) -> RequestHandle:

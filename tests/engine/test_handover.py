@@ -21,17 +21,41 @@ def engine(make_transport=None, **settings):
     return build_engine(model, transport=make_transport, check_invariants=True, **(defaults | settings))
 
 
-def pair(**settings):
+def pair(first=None, **settings):
+    """Two engines; ``first`` are settings of the one, ``settings`` those of the other."""
     peers = LocalPeers()
-    a = engine(lambda store: peers.join("a", store))
+    a = engine(lambda store: peers.join("a", store), **(first or {}))
     return a, engine(lambda store: peers.join("b", store), **settings)
 
 
-def begin(a, prompt=PROMPT, **options):
+def started(a, prompt=PROMPT, num_tokens=1, **options):
     handle = a.submit(prompt, **options)
-    while not handle._run.generated:
+    while len(handle._run.generated) < num_tokens:
         a.step()
+    return handle
+
+
+def begin(a, prompt=PROMPT, num_tokens=1, **options):
+    handle = started(a, prompt, num_tokens, **options)
     return handle, a.hand_over(handle)
+
+
+class Slow:
+    """A transport whose reads never end."""
+
+    source = "slow"
+
+    def serve(self, holds):
+        pass
+
+    def read(self, source, src, dst, **place):
+        return self
+
+    def done(self):
+        return False
+
+    def wait(self):
+        pass
 
 
 def test_the_reply_equals_a_run_in_one_engine():
@@ -55,7 +79,7 @@ def test_what_the_decode_engine_has_cached_is_not_read_again():
     read = []
     transport = b.kv._remote._transport
     copy = transport.read
-    transport.read = lambda source, src, dst: read.append(len(src)) or copy(source, src, dst)
+    transport.read = lambda source, src, dst, **place: read.append(len(src)) or copy(source, src, dst, **place)
     _, handed = begin(a, max_tokens=9)
     assert list(b.take_over(handed).result().ids) == b.model.continuation(PROMPT, 9)
     assert read == [1]  # the last, partial page
@@ -116,10 +140,69 @@ def test_only_a_running_request_with_a_token_can_be_handed_over():
         a.hand_over(handle)
 
 
+# -- what cannot be handed over
+
+
+def test_a_request_whose_window_has_released_pages_is_not_handed_over():
+    a, _ = pair()
+    handle = started(a, num_tokens=3, max_tokens=20, window=(8, 0))
+    with pytest.raises(InputError, match=r"its window has released \d+ tokens"):
+        a.hand_over(handle)
+    assert handle.result().ids == engine().generate(PROMPT, max_tokens=20, window=(8, 0)).ids
+
+
+def test_a_window_that_has_released_nothing_yet_goes_along():
+    a, b = pair()
+    _, handed = begin(a, max_tokens=20, window=(20, 4))
+    assert b.take_over(handed).result().ids == engine().generate(PROMPT, max_tokens=20, window=(20, 4)).ids
+
+
+def test_on_token_cannot_hand_over_its_own_request():
+    a, _ = pair()
+    handle = a.submit(PROMPT, max_tokens=5, on_token=lambda chunk: a.hand_over(handle))
+    with pytest.raises(InputError, match="on_token cannot hand over"):
+        handle.result()
+
+
+def test_on_token_may_take_over_what_another_engine_began():
+    a, b = pair()
+    _, handed = begin(a, max_tokens=9)
+    taken = []
+    b.generate([9] * 9, max_tokens=2, on_token=lambda chunk: taken or taken.append(b.take_over(handed)))
+    assert list(taken[0].result().ids) == b.model.continuation(PROMPT, 9)
+
+
+def test_a_preempted_request_that_is_prefilling_again_is_not_handed_over():
+    a, b = pair({"max_step_tokens": 4, "admission": "none", "preemption": True, "num_pages": 12})
+    older, newer = a.submit(PROMPT, max_tokens=20), a.submit([7] * 9, max_tokens=20)
+    run = newer._run
+    while not (run.preemptions and run.generated and run in a._running):
+        a.step()
+    with pytest.raises(InputError, match="computes its prompt again"):
+        a.hand_over(newer)
+    num_tokens = len(run.generated)
+    while len(run.generated) == num_tokens:
+        a.step()
+    assert list(b.take_over(a.hand_over(newer)).result().ids) == b.model.continuation([7] * 9, 20)
+    newer.cancel()
+    assert list(older.result().ids) == a.model.continuation(PROMPT, 20)
+
+
+def test_what_was_taken_over_and_not_read_yet_is_not_handed_on():
+    a, b = pair()
+    _, handed = begin(a, max_tokens=9)
+    b.kv._remote._transport = Slow()
+    other = b.take_over(handed)
+    b._collect_prepared()
+    b._start_waiting()
+    with pytest.raises(InputError, match="its pages are not read yet"):
+        b.hand_over(other)
+
+
 # -- two processes
 
 
-def side(rank: int, port: int, is_killed: bool, results) -> None:
+def side(rank: int, port: int, ending: str, results) -> None:
     """Rank 0 prefills and hands over, rank 1 goes on."""
     import os
     import time
@@ -134,9 +217,11 @@ def side(rank: int, port: int, is_killed: bool, results) -> None:
     made = engine(lambda store: DistributedTransport(store, 1 - rank))
     transport = made.kv._remote._transport
     if rank == 0:
-        _, handed = begin(made, max_tokens=20)
+        handle, handed = begin(made, max_tokens=20)
+        if ending == "cancelled":
+            handle.cancel()
         results.put(pickle.dumps(handed))
-        if is_killed:
+        if ending == "killed":
             results.close()
             results.join_thread()
             os._exit(9)
@@ -144,7 +229,7 @@ def side(rank: int, port: int, is_killed: bool, results) -> None:
         made.check()
     else:
         handed = pickle.loads(results.get())
-        if is_killed:
+        if ending == "killed":
             time.sleep(1.0)  # until it is really gone
         taken = made.take_over(handed)
         while not taken.done:
@@ -158,7 +243,7 @@ def side(rank: int, port: int, is_killed: bool, results) -> None:
     results.close()
 
 
-def run_sides(is_killed: bool):
+def run_sides(ending: str):
     import socket
 
     with socket.socket() as probe:
@@ -166,18 +251,18 @@ def run_sides(is_killed: bool):
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     results = context.Queue()
-    processes = [context.Process(target=side, args=(rank, port, is_killed, results)) for rank in range(2)]
+    processes = [context.Process(target=side, args=(rank, port, ending, results)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
-    assert [p.exitcode for p in processes] == [9 if is_killed else 0, 0]
+    assert [p.exitcode for p in processes] == [9 if ending == "killed" else 0, 0]
     return results.get(timeout=10)
 
 
 @pytest.mark.slow
 def test_two_processes_hand_over_a_request():
-    ids, _, after, cached, leaked = run_sides(is_killed=False)
+    ids, _, after, cached, leaked = run_sides("read")
     right = TracerModel(ToyProcessor(64)).continuation(PROMPT, 20)
     assert (ids, after, leaked) == (right, right, 0)
     assert cached == 20
@@ -185,7 +270,7 @@ def test_two_processes_hand_over_a_request():
 
 @pytest.mark.slow
 def test_a_killed_peer_leaves_nothing_wrong_and_nothing_leaked():
-    ids, error, after, cached, leaked = run_sides(is_killed=True)
+    ids, error, after, cached, leaked = run_sides("killed")
     assert len(ids) == 1  # what it came with
     assert "could not be read from its peer" in error
     assert after == TracerModel(ToyProcessor(64)).continuation(PROMPT, 20)
