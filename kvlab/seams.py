@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -105,7 +105,8 @@ class PageStore(Protocol):
 class PublishedStream:
     """What a peer may read of one stream while its request lives.
 
-    ``source`` names the pool and how to reach it. ``reset_generation`` moves when the content is rewound or replaced.
+    ``source`` names the pool and how to reach it. ``reset_generation`` moves when the content is rewound or replaced; no two
+    streams of a pool ever have the same.
     """
 
     seq_len: int
@@ -134,8 +135,16 @@ class PageTransport(Protocol):
 
     source: str
 
-    def read(self, source: str, src: Sequence[int], dst: Sequence[int]) -> PendingRead:
-        """Begin to copy pages ``src`` of a peer onto own pages ``dst``, whole pages, all layers, K and V."""
+    def serve(self, holds: Callable[[int, int, Sequence[int]], bool]) -> None:
+        """Ask this side's pool ``holds(epoch, begin, src)`` after pages were copied for a peer; a no fails the peer's read."""
+        ...
+
+    def read(self, source: str, src: Sequence[int], dst: Sequence[int], *, epoch: int, begin: int) -> PendingRead:
+        """Begin to copy pages ``src`` of a peer onto own pages ``dst``, whole pages, all layers, K and V.
+
+        They are pages ``begin`` and following of the stream published with ``reset_generation`` ``epoch``; the read fails when
+        the peer does not hold it there any more.
+        """
         ...
 
 

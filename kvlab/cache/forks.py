@@ -88,7 +88,7 @@ class Forks:
         if pages and self._store is not None:
             self._store.copy_pages(source.page_indices[:pages], target.page_indices[:pages])
         target.generation += 1
-        target.reset_generation += 1
+        target.reset_generation = self._pool.next_epoch()
         target.converted = False
         if self._pool.record is not None:
             self._pool.record(events.PagesForked(source.rid, source.label, target.label, target.page_indices[:pages]))

@@ -7,6 +7,7 @@ cached --lease--> lease --convert--> leading pages of the stream
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
@@ -48,6 +49,11 @@ class PagePool:
         self.may_grant: Callable[[RequestId, int], bool] | None = None
         self.may_recall: Callable[[RequestId, int], bool] | None = None
         self._policy = make_policy(policy)
+        self._epochs = itertools.count(1)
+
+    def next_epoch(self) -> int:
+        """Return a number for the content of a stream that no other content has had."""
+        return next(self._epochs)
 
     def open_index(self) -> PrefixIndex:
         """Open an empty index."""

@@ -3,6 +3,7 @@
     publish   here is what I hold: length, pages, epoch, and where to read it
     retrieve  take what is cached here first, then pages for the rest, and begin to read them
 
+What was published may be let go of before it is read: its owner is asked after each copy, and a no fails the read.
 A read that failed is remembered: the request can never be admitted again, so nothing computed after it is ever filed.
 """
 
@@ -11,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from weakref import WeakValueDictionary
 
 from kvlab.cache.chain import REMOTE_REWIND
 from kvlab.cache.filing import Filing
@@ -53,6 +55,9 @@ class Remote:
         self._key, self._pool, self._filing, self._table = key, pool, filing, table
         self._layout, self._world_size, self._transport = layout, world_size, transport
         self.source = f"{key}-{uuid.uuid4().hex}" if transport is None else transport.source
+        self._published: WeakValueDictionary[int, CacheStream] = WeakValueDictionary()  # by epoch; gone with its request
+        if transport is not None:
+            transport.serve(self.holds)
 
     def publish(self, rid: RequestId) -> dict[str, PublishedStream]:
         """Describe what a peer may read: streams whose pages are here, whole and sound."""
@@ -61,9 +66,21 @@ class Remote:
 
     def _describe(self, stream: CacheStream) -> PublishedStream:
         pages = tuple(stream.page_indices[: self._pool.pages_for(stream.stored_len)])
+        self._published[stream.reset_generation] = stream
         return PublishedStream(
             stream.stored_len, self.source, pages, stream.reset_generation, self._layout, stream.root, self._world_size
         )
+
+    def holds(self, epoch: int, begin: int, pages: Sequence[int]) -> bool:
+        """True while what was published as ``epoch`` still has ``pages``, from its page ``begin`` on.
+
+        Pages leave a stream before they can be written anew, so a copy made before a yes is of the published content. No lock
+        is needed: two pools may ask each other at the same time.
+        """
+        stream = self._published.get(epoch)
+        if stream is None or stream.reset_generation != epoch:
+            return False
+        return stream.page_indices[begin : begin + len(pages)] == list(pages)
 
     def retrieve(self, rid: RequestId, published: Mapping[str, PublishedStream]) -> Refusal | None:
         """Bring every published label up to its published length; asked again, it goes on where it was."""
@@ -142,7 +159,8 @@ class Remote:
         if refusal is not None:
             return refusal
         try:
-            stream.read = self._transport.read(record.source, record.pages[begin:end], stream.page_indices[begin:end])
+            src, dst = record.pages[begin:end], stream.page_indices[begin:end]
+            stream.read = self._transport.read(record.source, src, dst, epoch=record.reset_generation, begin=begin)
         except Exception as error:
             stream.read_error = _told(error)
         self._pool.set_length(stream, record.seq_len, "retrieved")

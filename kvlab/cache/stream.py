@@ -29,7 +29,7 @@ class ChainEnd(NamedTuple):
     slot: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CacheStream:
     """State of one stream. Pages of a stream with a hit, before and after its first commit:
 
@@ -63,7 +63,7 @@ class CacheStream:
     converted: bool = False  # a lease became pages and its step has not committed yet
     hits: int = 0  # leading pages lent by the index
     generation: int = 0  # moves when pages or bytes change
-    reset_generation: int = 0  # moves when the content is rewound or replaced
+    reset_generation: int = 0  # moves when the content is rewound or replaced; unique in its pool
     peer: tuple[str, int] | None = None  # source and logical epoch of what was retrieved
     read: PendingRead | None = None  # pages on their way from a peer
     read_error: str = ""  # a read failed: what is stored is not what it should be

@@ -97,7 +97,7 @@ class StreamTable:
             raise InputError(f"request {rid!r} is not known to this KV resource; ingest it first")
         if label not in request.streams:
             retention = tuple(wish for wish in request.config.retention if wish.label == label)
-            request.streams[label] = CacheStream(rid, label, retention=retention)
+            request.streams[label] = CacheStream(rid, label, retention=retention, reset_generation=self._pool.next_epoch())
             self.seed(request)
         return request.streams[label]
 
@@ -131,7 +131,7 @@ class StreamTable:
         stream.read, stream.read_error = None, ""
         stream.chain = stream.chain_end = stream.laid = None
         stream.generation += 1
-        stream.reset_generation += 1
+        stream.reset_generation = self._pool.next_epoch()
 
     def remove(self, rid: RequestId) -> None:
         """Let go of all a request holds, and forget it."""

@@ -262,7 +262,8 @@ class Engine(Rounds):
     def hand_over(self, handle: RequestHandle) -> HandedOver:
         """Let a request that has begun to generate rest here, so that another engine can go on with it.
 
-        Its pages stay until ``handle.cancel()``, which is due once the other engine has taken it over.
+        Its pages stay until ``handle.cancel()``. That is due once the other engine has read them: when what ``take_over``
+        returned has a token more than it came with, or has ended. Cancelled earlier, the request ends there with an error.
 
         Raises:
             InputError: the request has no token yet, or has ended, or is more than one text answered in words; it computes its

@@ -2,17 +2,20 @@
 
 prefill engine   handed = a.hand_over(handle)       the request rests, its pages stay
 decode engine    other = b.take_over(handed)        reads the pages, then goes on as if it had begun there
-prefill engine   handle.cancel()                    once ``other`` runs
+prefill engine   handle.cancel()                    once ``other`` has a token more, or has ended
+
+The pages are read when the decode engine has room and lets the request in, not by ``take_over``. Cancelled before that, they
+are gone: ``other`` ends with an error that says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +44,22 @@ class PagedStore(Protocol):
     pages: Tensor
 
 
+#: Says whether a pool still holds what it published: (reset_generation, place of the first page in the stream, pages).
+Holds: TypeAlias = Callable[[int, int, Sequence[int]], bool]
+
+
+def _holds_nothing(epoch: int, begin: int, pages: Sequence[int]) -> bool:
+    """What a side that no pool serves yet holds."""
+    return False
+
+
+def _gone(source: str) -> KvlabError:
+    return KvlabError(
+        f"peer {source!r} has let go of the pages that it published; a request that is handed over must rest there until they "
+        "are read: cancel it there only after the engine that took it over has a token more"
+    )
+
+
 @dataclass
 class Done:
     """A read that has ended."""
@@ -59,7 +78,7 @@ class Done:
 class LocalPeers:
     """Pools of one process by name."""
 
-    stores: dict[str, PagedStore] = field(default_factory=dict)
+    sides: dict[str, LocalTransport] = field(default_factory=dict)
 
     def join(self, name: str, store: PagedStore) -> LocalTransport:
         """Make ``store`` readable under ``name``, and return the transport of that side.
@@ -67,14 +86,14 @@ class LocalPeers:
         Raises:
             InputError: the name is taken.
         """
-        if name in self.stores:
+        if name in self.sides:
             raise InputError(f"a peer is called {name!r} already; every pool needs a name of its own")
-        self.stores[name] = store
-        return LocalTransport(self, name, store)
+        self.sides[name] = LocalTransport(self, name, store)
+        return self.sides[name]
 
     def leave(self, name: str) -> None:
         """``name`` cannot be read any more."""
-        self.stores.pop(name, None)
+        self.sides.pop(name, None)
 
 
 class LocalTransport:
@@ -83,12 +102,18 @@ class LocalTransport:
     def __init__(self, peers: LocalPeers, source: str, store: PagedStore) -> None:
         self.source = source
         self._peers, self._store = peers, store
+        self._holds: Holds = _holds_nothing
 
-    def read(self, source: str, src: Sequence[int], dst: Sequence[int]) -> Done:
-        peer = self._peers.stores.get(source)
+    def serve(self, holds: Holds) -> None:
+        self._holds = holds
+
+    def read(self, source: str, src: Sequence[int], dst: Sequence[int], *, epoch: int, begin: int) -> Done:
+        peer = self._peers.sides.get(source)
         if peer is None:
-            return Done(KvlabError(f"there is no peer {source!r}; known: {', '.join(sorted(self._peers.stores))}"))
-        pages = _select(peer.pages, src).to(self._store.pages.device)
+            return Done(KvlabError(f"there is no peer {source!r}; known: {', '.join(sorted(self._peers.sides))}"))
+        pages = _select(peer._store.pages, src).to(self._store.pages.device)
+        if not peer._holds(epoch, begin, src):  # after the copy: an engine in another thread may have let go during it
+            return Done(_gone(source))
         _put(self._store.pages, dst, pages)
         return Done()
 
@@ -105,25 +130,31 @@ class DistributedTransport:
         name: of this deployment, the same on both sides.
     """
 
-    ASK, IDS, PAGES = 11, 12, 13  # tags
+    ASK, IDS, PAGES, HELD = 11, 12, 13, 14  # tags
 
     def __init__(self, store: PagedStore, peer: int, *, name: str = "kv") -> None:
         import torch.distributed as dist
 
         self._dist, self._store, self._peer, self._name = dist, store, peer, name
         self.source = f"{name}@{dist.get_rank()}"
+        self._holds: Holds = _holds_nothing
         self._reads = ThreadPoolExecutor(1, thread_name_prefix="kvlab-read")
         self._server = threading.Thread(target=self._serve, name="kvlab-serve", daemon=True)
         self._server.start()
 
-    def read(self, source: str, src: Sequence[int], dst: Sequence[int]) -> FutureRead:
+    def serve(self, holds: Holds) -> None:
+        self._holds = holds
+
+    def read(self, source: str, src: Sequence[int], dst: Sequence[int], *, epoch: int, begin: int) -> FutureRead:
         if source != f"{self._name}@{self._peer}":
             raise InputError(f"{source!r} is not the peer of this transport, {self._name}@{self._peer}")
-        return FutureRead(self._reads.submit(self._fetch, list(src), list(dst)))
+        return FutureRead(self._reads.submit(self._fetch, list(src), list(dst), epoch, begin))
 
-    def _fetch(self, src: list[int], dst: list[int]) -> None:
-        self._send(torch.tensor([len(src)]), self.ASK)
+    def _fetch(self, src: list[int], dst: list[int], epoch: int, begin: int) -> None:
+        self._send(torch.tensor([len(src), epoch, begin]), self.ASK)
         self._send(torch.tensor(src), self.IDS)
+        if not int(self._receive(1, self.HELD)):
+            raise _gone(f"{self._name}@{self._peer}")
         pages = torch.empty_like(_select(self._store.pages, dst), device="cpu")
         self._dist.recv(pages.view(torch.uint8), src=self._peer, tag=self.PAGES)
         _put(self._store.pages, dst, pages.to(self._store.pages.device))
@@ -131,11 +162,20 @@ class DistributedTransport:
     def _serve(self) -> None:
         """Answer until the peer says goodbye or is gone."""
         try:
-            while (count := int(self._receive(1, self.ASK))) > 0:
-                pages = _select(self._store.pages, self._receive(count, self.IDS).tolist()).cpu()
-                self._send(pages.view(torch.uint8), self.PAGES)
+            while True:
+                count, epoch, begin = self._receive(3, self.ASK).tolist()
+                if count == 0:
+                    return
+                self._answer(epoch, begin, self._receive(count, self.IDS).tolist())
         except RuntimeError:
             return  # the connection is closed: nobody will ask again
+
+    def _answer(self, epoch: int, begin: int, ids: list[int]) -> None:
+        pages = _select(self._store.pages, ids).cpu()
+        is_held = self._holds(epoch, begin, ids)  # after the copy: the engine may have let go during it
+        self._send(torch.tensor([int(is_held)]), self.HELD)
+        if is_held:
+            self._send(pages.view(torch.uint8), self.PAGES)
 
     def _receive(self, count: int, tag: int) -> Tensor:
         received = torch.empty(count, dtype=torch.int64)
@@ -149,7 +189,7 @@ class DistributedTransport:
         """Finish what is being read, say that nothing will be asked any more, and answer until the peer says so too."""
         self._reads.shutdown()
         with contextlib.suppress(RuntimeError):  # it is gone already
-            self._send(torch.tensor([0]), self.ASK)
+            self._send(torch.tensor([0, 0, 0]), self.ASK)
         self._server.join()
 
 

@@ -58,9 +58,13 @@ class DigestStore:
     def from_host(self, host_pages, pages) -> None:
         self.move(self.host, host_pages, self.pages, pages)
 
-    def read(self, source, src, dst) -> Done:
+    def serve(self, holds) -> None:
+        self.holds = holds
+
+    def read(self, source, src, dst, *, epoch, begin) -> Done:
         if self.peers[source].is_broken:
             return Done(ConnectionError("the peer was killed"))
+        assert self.peers[source].holds(epoch, begin, src)
         self.move(self.peers[source].pages, src, self.pages, dst)
         return Done()
 

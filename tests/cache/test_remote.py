@@ -13,7 +13,7 @@ from kvlab.attention.store import KVStore
 from kvlab.cache.kv import KVResource
 from kvlab.engine.handover import LocalPeers
 from kvlab.errors import InputError
-from kvlab.spec import AdmitRuntimeError, AllocationFailed, KVLayout, ReadPending
+from kvlab.spec import AdmitRuntimeError, AllocationFailed, KVLayout, ReadPending, RequestConfig
 
 PAGE = 16
 
@@ -51,7 +51,10 @@ class Slow:
         self.source = "slow"
         self.over, self.error = False, None
 
-    def read(self, source, src, dst):
+    def serve(self, holds):
+        pass
+
+    def read(self, source, src, dst, **place):
         return self
 
     def done(self) -> bool:
@@ -259,6 +262,65 @@ def test_a_peer_that_left_cannot_be_read():
     assert "no peer 'a'" in b.retrieve("r", a.kv.publish("r")).message
     with pytest.raises(InputError, match="'b' already"):
         peers.join("b", b.kv_store)
+
+
+def removed(a):
+    a.kv.remove_request("r")
+
+
+def rewound(a):
+    a.kv.reset_request("r")
+
+
+def begun_anew(a):
+    a.kv.remove_request("r")
+    a.start("r", [7] * 36)
+
+
+def moved_to_other_pages(a):
+    a.kv.offload("r")
+    a.kv.reload("r")
+
+
+def released(a):
+    a.kv.release_oldest("r", 16)
+
+
+@pytest.mark.parametrize("change", [removed, rewound, begun_anew, moved_to_other_pages, released])
+def test_pages_that_their_peer_has_let_go_of_are_not_read(change):
+    peers = LocalPeers()
+    a, b = Side("a", peers, cpu_offload_pages=8, prefix_cache=False), Side("b", peers)
+    a.start("r", range(36))
+    b.ingest("r", range(36))
+    published = a.kv.publish("r")
+    change(a)
+    assert "'a' has let go of the pages" in b.retrieve("r", published).message
+    b.kv.remove_request("r")
+    assert b.kv.arena.num_free == b.kv.usable_pages
+
+
+def test_pages_of_a_stream_that_has_grown_are_still_read():
+    a, b = pair()
+    a.start("r", range(36))
+    b.ingest("r", range(36))
+    published = a.kv.publish("r")
+    a.generate("r", range(30))
+    a.stamp("r")
+    assert b.retrieve("r", published) is None
+    assert b.held("r") == [1, 2, 3]
+
+
+def test_a_peer_that_was_resumed_is_followed_to_its_new_beginning():
+    a, b = pair()
+    a.start("r", range(36))
+    b.ingest("r", range(36))
+    b.retrieve("r", a.kv.publish("r"))
+    a.kv.resume_request("r", RequestConfig())
+    a.prompts["r"] = [7] * 20
+    a.run("prefill", {"r": 20})
+    a.kv_store.pages[:, :, a.kv.stream("r").page_indices] = 9.0
+    assert b.retrieve("r", a.kv.publish("r")) is None
+    assert (b.kv.stored_tokens("r"), b.held("r")[:2]) == (20, [9, 9])
 
 
 def test_without_room_nothing_is_read_until_there_is():

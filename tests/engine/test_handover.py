@@ -199,6 +199,30 @@ def test_what_was_taken_over_and_not_read_yet_is_not_handed_on():
         b.hand_over(other)
 
 
+# -- pages that went too early
+
+
+def test_a_handed_over_request_that_is_cancelled_before_it_was_read_ends_with_an_error():
+    a, b = pair({"num_pages": 12})
+    handle, handed = begin(a, max_tokens=12)
+    other = b.take_over(handed)
+    handle.cancel()
+    a.generate([9] * 30, max_tokens=4)  # writes other KV into those pages
+    with pytest.raises(KvlabError, match="'a' has let go of the pages.*cancel it there only after"):
+        other.result()
+    b.check()
+    assert b.kv.arena.num_free + len(b.kv.index) == b.kv.usable_pages
+    assert list(b.generate(PROMPT, max_tokens=12).ids) == b.model.continuation(PROMPT, 12)
+
+
+def test_an_engine_that_closed_cannot_be_read_any_more():
+    a, b = pair()
+    _, handed = begin(a, max_tokens=12)
+    a.close()
+    with pytest.raises(KvlabError, match="has let go of the pages"):
+        b.take_over(handed).result()
+
+
 # -- two processes
 
 
@@ -275,6 +299,14 @@ def test_a_killed_peer_leaves_nothing_wrong_and_nothing_leaked():
     assert "could not be read from its peer" in error
     assert after == TracerModel(ToyProcessor(64)).continuation(PROMPT, 20)
     assert (cached, leaked) == (0, 0)
+
+
+@pytest.mark.slow
+def test_a_peer_that_has_cancelled_the_request_says_so_and_is_read_no_more():
+    ids, error, after, _, leaked = run_sides("cancelled")
+    assert len(ids) == 1
+    assert "has let go of the pages" in error
+    assert (after, leaked) == (TracerModel(ToyProcessor(64)).continuation(PROMPT, 20), 0)
 
 
 def test_what_was_handed_over_is_not_waited_for_here():
