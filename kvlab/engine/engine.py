@@ -15,7 +15,7 @@ from kvlab.cache.pins import check_name
 from kvlab.engine.chunks import ChunkRule
 from kvlab.engine.declare import check_declaration, moved_root, open_caches
 from kvlab.engine.encoders import EncoderMemo
-from kvlab.engine.gate import AdmissionOptions, Gate, admission_of
+from kvlab.engine.gate import AdmissionOptions, Claim, Gate, admission_of
 from kvlab.engine.handle import RequestHandle, finished
 from kvlab.engine.handover import HandedOver
 from kvlab.engine.holds import HoldLog
@@ -221,8 +221,9 @@ class Engine(Rounds):
         """Advance every request that can by one chunk or one token; returns the number of rows that ran.
 
         Raises:
-            StallError: every running request waits for pages, nothing can free one, and none has a deadline. They end with
-                this error, their pages return, and the engine goes on.
+            StallError: every running request waits for pages, nothing can free one, and none has a deadline; or only requests
+                that were handed over are left, and those that wait cannot start beside them. Those that wait end with this
+                error, their pages return, and the engine goes on.
         """
         self._refuse_in_step("step")
         self._round += 1
@@ -264,6 +265,7 @@ class Engine(Rounds):
 
         Its pages stay until ``handle.cancel()``. That is due once the other engine has read them: when what ``take_over``
         returned has a token more than it came with, or has ended. Cancelled earlier, the request ends there with an error.
+        Until it is cancelled others may lack its pages: they end with StallError when only what rests is in their way.
 
         Raises:
             InputError: the request has no token yet, or has ended, or is more than one text answered in words; it computes its
@@ -275,6 +277,7 @@ class Engine(Rounds):
         if run is None or why_not:
             raise InputError(f"request {handle.rid} cannot be handed over: {why_not}")
         run.is_handed_over = True
+        self._gate.amend(Claim(run.rid, sum(self.kv.pages_taken(run.rid)), 0, growth=0))  # it grows no more
         published = {resource.key: resource.publish(run.rid) for resource in self._resources}
         return HandedOver(run.prompt_ids, tuple(run.generated), run.walk_index, run.request.options, published)
 

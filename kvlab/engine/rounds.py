@@ -52,22 +52,73 @@ class Rounds(Endings):
             return  # what was just given back is for those that were held
         if self._offloads.parked:
             return  # those that made room come first
+        turned_away: StallError | None = None
         while self._waiting:
-            if not self._waiting[0].prepared:
-                if self._running:
+            head = self._waiting[0]
+            if not head.prepared:
+                if self._is_at_work:
                     return
-                self._waiting[0].future.exception()  # nothing else to do: wait for the worker
+                head.future.exception()  # nothing else to do: wait for the worker
                 self._collect_prepared()
                 continue
             ready = itertools.takewhile(lambda run: run.prepared, self._waiting)
             looked_at = itertools.islice(ready, self._gate.most_looked_at)
             place = self._gate.choose([self._intake.claim(run) for run in looked_at], len(self._waiting))
-            if place is None and not self._running:
-                self._end(self._waiting[0], "error", self._never_fits(self._waiting[0]))
-                continue
-            if place is None:
+            if place is not None:
+                self._start(self._waiting.pop(place))
+            elif not self._running:
+                self._end(head, "error", self._never_fits(head))
+            elif self._is_at_work or any(run.has_deadline for run in [head, *self._running]):
                 return
-            self._start(self._waiting.pop(place))
+            else:
+                turned_away = self._turn_away(head)
+        if turned_away is not None and not self._is_at_work:
+            raise turned_away
+
+    @property
+    def _is_at_work(self) -> bool:
+        """True while a request was let in that this engine is to finish."""
+        return len(self._handed_over) < len(self._running)
+
+    @property
+    def _handed_over(self) -> list[Run]:
+        """What rests here and goes on elsewhere."""
+        return [run for run in self._running if run.is_handed_over]
+
+    def _turn_away(self, head: Run) -> StallError:
+        """End a request that cannot start: only handed-over ones are left, and they rest until their client cancels them."""
+        where, cure = self._resting()
+        need = self._intake.claim(head).total_pages
+        error = StallError(
+            f"request {head.rid} needs up to {need} pages and cannot start: nothing runs that could make way, and "
+            f"{self._in_use()}{where} (page size {self.kv.page_size}); {self._settings()}; {cure}give the pool more pages "
+            "(num_pages)"
+        )
+        self._tell_stalled([head])
+        self._end(head, "error", error)
+        return error
+
+    def _resting(self) -> tuple[str, str]:
+        """What handed-over requests hold, and what to do about it: two parts of a message, empty where there are none."""
+        resting = self._handed_over
+        if not resting:
+            return "", ""
+        streams = (stream for run in resting for stream in self.kv.streams_of(run.rid).values())
+        pages = {page for stream in streams for page in stream.page_indices}
+        who = "1 request that was" if len(resting) == 1 else f"{len(resting)} requests that were"
+        cure = "cancel() here what the other engine has read, "
+        return f", {len(pages)} of them held by {who} handed over", cure
+
+    def _in_use(self) -> str:
+        return f"{self.kv.usable_pages - self.kv.arena.num_free} of {self.kv.usable_pages} usable pages are in use"
+
+    def _settings(self) -> str:
+        return ", ".join(f"{name} is {value}" for name, value in self._gate.facts().items())
+
+    def _tell_stalled(self, runs: Sequence[Run]) -> None:
+        if self.recorder is not None:
+            live = self.kv.usable_pages - self.kv.arena.num_free
+            self.recorder(Stalled([run.rid for run in runs], self.kv.usable_pages, live, self._settings()))
 
     def _start(self, run: Run) -> None:
         self._running.append(run)
@@ -97,6 +148,8 @@ class Rounds(Endings):
         run = self._in_flight.get(rid)
         if run is None:
             return 0
+        if run.is_handed_over:
+            return UNKNOWN_ROUNDS  # it ends when its client cancels it
         left = [self._walks[name] for name in run.schedule[run.walk_index :]]
         if any(walk.loops and not walk.samples for walk in left):
             return UNKNOWN_ROUNDS
@@ -168,19 +221,17 @@ class Rounds(Endings):
             self.recorder(RequestPreempted(victim.rid, needy.rid, len(victim.generated), taken))
 
     def _stop_if_stalled(self, held: Sequence[Run]) -> None:
-        if any(run.has_deadline for run in held):
+        if any(run.has_deadline for run in [*held, *self._handed_over]):
             return
-        live = self.kv.usable_pages - self.kv.arena.num_free
-        settings = ", ".join(f"{name} is {value}" for name, value in self._gate.facts().items())
+        where, cancel = self._resting()
         pinned, unpin = (f", {len(self.kv.pins)} of them pinned", "unpin something, ") if len(self.kv.pins) else ("", "")
         error = StallError(
-            f"all {len(held)} running requests wait for pages and nothing can free one: {live} of {self.kv.usable_pages} "
-            f"usable pages are in use{pinned} (page size {self.kv.page_size}); {settings}; {unpin}give the pool more pages "
+            f"all {len(held)} running requests wait for pages and nothing can free one: {self._in_use()}{where}{pinned} "
+            f"(page size {self.kv.page_size}); {self._settings()}; {cancel}{unpin}give the pool more pages "
             "(num_pages), give host pages (cpu_offload_pages), set max_concurrent_requests so that all of them fit at their "
             "final length, or admit with admission='reserve'"
         )
-        if self.recorder is not None:
-            self.recorder(Stalled([run.rid for run in held], self.kv.usable_pages, live, settings))
+        self._tell_stalled(held)
         for run in held:
             self._end(run, "error", error)
         raise error

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 from kvlab.assemble import build_engine
 from kvlab.engine.handover import DistributedTransport, LocalPeers
-from kvlab.errors import InputError, KvlabError
+from kvlab.errors import InputError, KvlabError, StallError
 from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
 
 PROMPT = [1 + i % 60 for i in range(23)]
@@ -221,6 +221,44 @@ def test_an_engine_that_closed_cannot_be_read_any_more():
     a.close()
     with pytest.raises(KvlabError, match="has let go of the pages"):
         b.take_over(handed).result()
+
+
+# -- what rests and is never cancelled
+
+
+@pytest.mark.parametrize("admission", ["reserve", "peak", "none"])
+def test_a_request_that_cannot_start_beside_handed_over_ones_is_told_so(admission):
+    a, b = pair({"num_pages": 10, "admission": admission})
+    handle, handed = begin(a, max_tokens=12)
+    waits = a.submit([9] * 24, max_tokens=4)
+    with pytest.raises(StallError, match=r"6 of them held by 1 request that was handed over.*cancel\(\)"):
+        waits.result()
+    assert waits.outcome.finish_reason == "error"
+    assert list(b.take_over(handed).result().ids) == b.model.continuation(PROMPT, 12)
+    handle.cancel()
+    assert list(a.generate([9] * 24, max_tokens=4).ids) == a.model.continuation([9] * 24, 4)
+
+
+def test_behind_a_request_that_cannot_start_beside_handed_over_ones_others_do():
+    a, _ = pair({"num_pages": 10})
+    begin(a, max_tokens=12)
+    large, small = a.submit([9] * 24, max_tokens=4), a.submit([3] * 4, max_tokens=4)
+    assert list(small.result().ids) == a.model.continuation([3] * 4, 4)
+    assert isinstance(large.outcome.error, StallError)
+
+
+def test_a_handed_over_request_with_a_deadline_is_waited_for():
+    a, _ = pair({"num_pages": 10})
+    handle, _ = begin(a, max_tokens=12, deadline_steps=6)
+    assert list(a.generate([9] * 24, max_tokens=4).ids) == a.model.continuation([9] * 24, 4)
+    assert handle.outcome.finish_reason == "deadline"
+
+
+@pytest.mark.parametrize("admission", ["reserve", "peak"])
+def test_what_rests_reserves_no_more_than_it_holds(admission):
+    a, _ = pair({"num_pages": 15, "admission": admission})
+    begin(a, max_tokens=12)  # holds 6 of 14 pages, and would need 9 to end here
+    assert list(a.generate([9] * 24, max_tokens=4).ids) == a.model.continuation([9] * 24, 4)
 
 
 # -- two processes
