@@ -279,7 +279,15 @@ class Engine(Rounds):
         run.is_handed_over = True
         self._gate.amend(Claim(run.rid, sum(self.kv.pages_taken(run.rid)), 0, growth=0))  # it grows no more
         published = {resource.key: resource.publish(run.rid) for resource in self._resources}
-        return HandedOver(run.prompt_ids, tuple(run.generated), run.walk_index, run.request.options, published)
+        return HandedOver(
+            run.prompt_ids,
+            tuple(run.generated),
+            run.walk_index,
+            run.request.options,
+            published,
+            logprobs=tuple(run.logprobs),
+            prompt_logprobs=tuple(run.prompt_logprobs),
+        )
 
     def _why_it_stays(self, run: Run | None) -> str:
         """Why a request cannot go on in another engine, in words; "" when it can."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvlab.engine.request import RequestOptions
+from kvlab.engine.sampler import Sampled
 from kvlab.errors import InputError, KvlabError
 
 
@@ -28,7 +29,8 @@ from kvlab.errors import InputError, KvlabError
 class HandedOver:
     """A request on its way to another engine. It can be pickled when its options can.
 
-    ``published``: by resource key, what that resource published.
+    ``prompt_ids`` are what is gone on from; they are not tokenised again. ``logprobs``: one entry for each of ``generated``, or
+    none where none were asked for. ``published``: by resource key, what that resource published.
     """
 
     prompt_ids: tuple[int, ...]
@@ -36,6 +38,14 @@ class HandedOver:
     walk_index: int
     options: RequestOptions
     published: Mapping[str, Mapping[str, Any]]
+    logprobs: tuple[Mapping[str, Any], ...] = ()
+    prompt_logprobs: tuple[float | None, ...] = ()
+
+    def sampled(self) -> list[Sampled]:
+        """What was generated, with its logprobs."""
+        if not self.logprobs:
+            return [Sampled(token) for token in self.generated]
+        return [Sampled(one["token"], one["logprob"], tuple(one["top"].items())) for one in self.logprobs]
 
 
 class PagedStore(Protocol):

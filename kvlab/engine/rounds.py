@@ -12,7 +12,6 @@ from kvlab.engine.intake import Intake
 from kvlab.engine.offloads import Offloads
 from kvlab.engine.rows import Outcome
 from kvlab.engine.run import Run
-from kvlab.engine.sampler import Sampled
 from kvlab.engine.stepper import Stepper
 from kvlab.errors import InputError, StallError
 from kvlab.events import RequestHeld, RequestPreempted, RequestStarted, RequestSubmitted, Stalled
@@ -34,8 +33,9 @@ class Rounds(Endings):
         self._intake.prepare(run, run.future.result())
         if run.handed is not None:
             run.walk_index = run.handed.walk_index
-            for token in run.handed.generated:
-                run.take(Sampled(token), self._clock())
+            run.prompt_logprobs = list(run.handed.prompt_logprobs)
+            for sampled in run.handed.sampled():
+                run.take(sampled, self._clock())
         if self.recorder is not None:
             options = run.request.options
             self.recorder(RequestSubmitted(run.rid, run.prompt_slots, options.max_tokens, options.name))

@@ -261,6 +261,20 @@ def test_what_rests_reserves_no_more_than_it_holds(admission):
     assert list(a.generate([9] * 24, max_tokens=4).ids) == a.model.continuation([9] * 24, 4)
 
 
+# -- what the reply is told
+
+
+def test_logprobs_of_both_engines_are_in_the_result():
+    options = {"max_tokens": 12, "logprobs": 2, "prompt_logprobs": True}
+    alone = engine().generate(PROMPT, **options)
+    a, b = pair()
+    _, handed = begin(a, num_tokens=5, **options)
+    other = b.take_over(pickle.loads(pickle.dumps(handed)))
+    result = other.result()
+    assert (result.logprobs, result.prompt_logprobs) == (alone.logprobs, alone.prompt_logprobs)
+    assert [chunk.logprob for chunk in other] == [entry["logprob"] for entry in alone.logprobs]
+
+
 # -- two processes
 
 
