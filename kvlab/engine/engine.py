@@ -34,7 +34,7 @@ from kvlab.engine.stepper import Stepper
 from kvlab.errors import InputError
 from kvlab.events import ModelLoaded
 from kvlab.recorder import Recorder
-from kvlab.spec import Mixed, ModelSpec, Prompt, ReadPending, RequestConfig, RequestId, Resource
+from kvlab.spec import Chat, Continued, Mixed, ModelSpec, Prompt, ReadPending, RequestConfig, RequestId, Resource
 
 logger = logging.getLogger("kvlab.engine")
 
@@ -161,7 +161,8 @@ class Engine(Rounds):
     def _submit(self, prompt: Prompt, options: RequestOptions, handed: HandedOver | None = None) -> Run:
         request = Request(next(self._rids), prompt, options)
         self._notice_changed_weights()
-        future = self.preprocess.submit(prompt, _fields(prompt, options))
+        read = prompt if handed is None else list(handed.prompt_ids)  # tokenised anew they might differ from what was computed
+        future = self.preprocess.submit(read, _fields(read, options))
         run = Run(request, future, self._clock(), self._round, handed=handed)
         if run.future.done():
             self._prepare(run)
@@ -280,6 +281,7 @@ class Engine(Rounds):
         self._gate.amend(Claim(run.rid, sum(self.kv.pages_taken(run.rid)), 0, growth=0))  # it grows no more
         published = {resource.key: resource.publish(run.rid) for resource in self._resources}
         return HandedOver(
+            _portable(run),
             run.prompt_ids,
             tuple(run.generated),
             run.walk_index,
@@ -320,7 +322,7 @@ class Engine(Rounds):
         Raises:
             InputError: as ``submit``.
         """
-        return self._handle(self._submit(list(handed.prompt_ids), handed.options, handed))
+        return self._handle(self._submit(handed.prompt, handed.options, handed))
 
     @for_one_thread
     def pin(self, prompt: Prompt, *, name: str, salt: str = "", fields: Mapping[str, Any] | None = None) -> int:
@@ -396,6 +398,12 @@ class Engine(Rounds):
             self.encoders.clear()
             self._roots = moved_root(self.model, self._resources, self._weights_epoch)
             self._requeue_unbegun()
+
+
+def _portable(run: Run) -> Prompt:
+    """The prompt of a request as it travels: ids may come in anything that has them, an iterator even, and go as a list."""
+    prompt = run.request.prompt
+    return prompt if isinstance(prompt, str | Chat | Continued | Mixed) else list(run.prompt_ids)
 
 
 def _fields(prompt: Prompt, options: RequestOptions) -> Mapping[str, Any]:

@@ -23,16 +23,19 @@ from torch import Tensor
 from kvlab.engine.request import RequestOptions
 from kvlab.engine.sampler import Sampled
 from kvlab.errors import InputError, KvlabError
+from kvlab.spec import Prompt
 
 
 @dataclass(frozen=True)
 class HandedOver:
     """A request on its way to another engine. It can be pickled when its options can.
 
-    ``prompt_ids`` are what is gone on from; they are not tokenised again. ``logprobs``: one entry for each of ``generated``, or
+    ``prompt`` is what was asked, for the result and its follow-up; ``prompt_ids`` are what is gone on from, and it is never
+    tokenised again. ``logprobs``: one entry for each of ``generated``, or
     none where none were asked for. ``published``: by resource key, what that resource published.
     """
 
+    prompt: Prompt
     prompt_ids: tuple[int, ...]
     generated: tuple[int, ...]
     walk_index: int

@@ -11,6 +11,7 @@ from kvlab.assemble import build_engine
 from kvlab.engine.handover import DistributedTransport, LocalPeers
 from kvlab.errors import InputError, KvlabError, StallError
 from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
+from kvlab.spec import Chat, chat
 
 PROMPT = [1 + i % 60 for i in range(23)]
 
@@ -273,6 +274,33 @@ def test_logprobs_of_both_engines_are_in_the_result():
     result = other.result()
     assert (result.logprobs, result.prompt_logprobs) == (alone.logprobs, alone.prompt_logprobs)
     assert [chunk.logprob for chunk in other] == [entry["logprob"] for entry in alone.logprobs]
+
+
+@pytest.mark.parametrize("prompt", [chat("1 2 3 4 5 6"), "1 2 3 4 5 6", [1, 2, 3, 4, 5, 6]])
+def test_the_follow_up_of_what_was_handed_over_is_that_of_one_engine(prompt):
+    alone = engine().generate(prompt, max_tokens=6)
+    a, b = pair()
+    _, handed = begin(a, prompt, num_tokens=2, max_tokens=6)
+    result = b.take_over(pickle.loads(pickle.dumps(handed))).result()
+    assert (result.request.prompt, result.prompt_ids) == (prompt, alone.prompt_ids)
+    assert result.follow_up("7") == alone.follow_up("7")
+    assert isinstance(result.follow_up("7"), Chat) == isinstance(prompt, Chat)
+
+
+def test_k15_1_the_ids_of_a_chat_are_not_tokenised_anew_where_it_is_taken_over():
+    a, b = pair()
+    _, handed = begin(a, chat("1 2 3"), max_tokens=6)
+    b.model.processor._ids = lambda prompt: [63] if isinstance(prompt, Chat) else list(prompt)  # another tokenizer
+    result = b.take_over(handed).result()
+    assert result.prompt_ids == (1, 2, 3)
+    assert list(result.ids) == b.model.continuation([1, 2, 3], 6)
+
+
+def test_a_prompt_of_ids_that_cannot_be_pickled_goes_as_its_ids():
+    a, b = pair()
+    _, handed = begin(a, (i for i in PROMPT), max_tokens=6)
+    result = b.take_over(pickle.loads(pickle.dumps(handed))).result()
+    assert list(result.ids) == b.model.continuation(PROMPT, 6)
 
 
 # -- two processes
