@@ -307,6 +307,31 @@ def test_the_next_utterance_is_heard_from_its_own_beginning(make):
     assert (following.voice, following.text) == ("leo", "Bye")
 
 
+def forced(model: OrpheusModel, tokens: list[int]) -> Callable[[Any], list[range]]:
+    """What lets just these tokens be sampled, and then the end."""
+    path = [*tokens, model.ids.end_of_speech]
+    return lambda generated: [range(path[len(generated)], path[len(generated)] + 1)]
+
+
+def some_frame(model: OrpheusModel) -> list[int]:
+    return [model.ids.audio_id(slot, 10 + slot) for slot in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("kept_slots", "damaged_at", "due"), [((0, 1, 2, 3, 4), 3, 5), ((0, 1, 3), None, 4), ((0, 1, 2, 3, 4, 5, 6), 5, 0)]
+)
+def test_going_on_after_damage_begins_at_the_slot_after_the_last_one(make, model, kept_slots, damaged_at, due):
+    engine, frame = make(), some_frame(model)
+    tokens = [*frame, *(frame[slot] for slot in kept_slots)]
+    if damaged_at is not None:
+        tokens.insert(7 + damaged_at, ord("x"))  # an id that is no audio, and counts for no slot
+    first = say(engine, "Hi", max_tokens=len(tokens), allowed=forced(model, tokens))
+    assert list(first.generation.ids) == tokens
+    rest = say(engine, first.continued(), max_tokens=21, **SPEECH)
+    assert model.ids.split(rest.generation.ids[0])[0] == due
+    assert rest.bad_frames == ()
+
+
 # -- results and files -------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from kvlab.models.orpheus.official import OfficialDecoder
 from kvlab.models.orpheus.sound import AudioChunk, Speech
 from kvlab.models.orpheus.spec import OrpheusModel
 from kvlab.models.orpheus.speech import FrameDecoder, SpeechDecoder, to_int16
-from kvlab.models.orpheus.tokens import SLOTS, FrameReader, OnlySpeech, OrpheusIds
+from kvlab.models.orpheus.tokens import FrameReader, OnlySpeech, OrpheusIds, due_slot
 from kvlab.spec import Continued
 
 DECODERS = ("kvlab", "official")
@@ -149,7 +149,7 @@ def speak(
         sound = SpeechDecoder(FrameReader(model.ids, repeat_bad), FrameDecoder(model.codec, noise=noise))
     sound.skip(spoken)
     if only_speech:
-        options["allowed"] = OnlySpeech(model.ids, len(spoken) % SLOTS)
+        options["allowed"] = OnlySpeech(model.ids, due_slot(spoken, model.ids))
     if voice is not ...:
         options["fields"] = {**options.get("fields", {}), "voice": voice}
     stream = SpeechStream(engine, _words(text), _named(voice, text, model), spoken, sound, chunk_frames, begin_s)

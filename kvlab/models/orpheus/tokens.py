@@ -277,6 +277,17 @@ class FrameReader:
         return repeated
 
 
+def due_slot(tokens: Sequence[int], ids: OrpheusIds) -> int:
+    """Return the slot that follows the last audio id of a stream, 0 where there is none; other ids take up no slot.
+
+    >>> ids = OrpheusIds()
+    >>> due_slot([ids.audio_id(0, 5), ids.audio_id(1, 5), ids.start_of_speech], ids), due_slot([], ids)
+    (2, 0)
+    """
+    parts = (ids.split(token) for token in reversed(tokens))
+    return next(((part[0] + 1) % SLOTS for part in parts if part), 0)
+
+
 # -- only legal tokens -------------------------------------------------------------------------------------------------
 
 
