@@ -343,6 +343,17 @@ def test_a_speech_says_its_numbers_and_writes_a_file(make, tmp_path):
     assert (samples == speech.samples).all()
 
 
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_repeated_frame_is_among_the_frames_of_a_speech(make, model, damaged):
+    frame = some_frame(model)
+    tokens = [*frame, *frame[:3], *frame[4 if damaged else 3 :], *frame, *frame]
+    speech = say(make(), "Hi", max_tokens=60, repeat_bad=True, allowed=forced(model, tokens))
+    assert len(speech.bad_frames) == damaged
+    assert len(speech.frames) == 4
+    assert (speech.samples == model.sound(speech.frames)).all()
+    assert "0.34 s in 4 frames" in speech.caption
+
+
 def test_other_noise_gives_other_samples_for_the_same_tokens(make):
     engine = make()
     speech = say(engine, "Hi", max_tokens=28, **SPEECH)

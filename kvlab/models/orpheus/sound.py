@@ -32,7 +32,7 @@ class AudioChunk:
 
 @dataclass(frozen=True, eq=False)
 class Speech:
-    """What was said: samples, the frames they were made of, and how it went.
+    """What was said: samples, the frames they were made of (one that was repeated in place of a bad one too), how it went.
 
     ``bad_frames`` could not be read, ``left_over_tokens`` began a frame that never became whole, ``ignored_tokens`` were no
     audio. ``ttfa_ms`` runs from the call to the first samples. ``generation`` is the engine's GenerationResult.

@@ -64,6 +64,7 @@ class SpeechStream:
     decoder: TokenDecoder
     chunk_frames: int
     begin_s: float
+    repeat_bad: bool = False  # frames that cannot be read are filled with the one before
     handle: Any = None
     arrived: deque[int] = field(default_factory=deque)
     done: bool = False  # every chunk was given out
@@ -152,7 +153,8 @@ def speak(
         options["allowed"] = OnlySpeech(model.ids, due_slot(spoken, model.ids))
     if voice is not ...:
         options["fields"] = {**options.get("fields", {}), "voice": voice}
-    stream = SpeechStream(engine, _words(text), _named(voice, text, model), spoken, sound, chunk_frames, begin_s)
+    named = _named(voice, text, model)
+    stream = SpeechStream(engine, _words(text), named, spoken, sound, chunk_frames, begin_s, repeat_bad)
     stream.handle = engine.submit(text, on_token=lambda chunk: stream.arrived.append(chunk.token), **options)
     return stream
 
@@ -199,7 +201,7 @@ def say(engine: SpeakingEngine, text: str | Sequence[int] | Continued, **how: An
 
 def _whole(stream: SpeechStream, chunks: list[np.ndarray]) -> Speech:
     model: OrpheusModel = stream.engine.model
-    reader = FrameReader(model.ids)
+    reader = FrameReader(model.ids, stream.repeat_bad)
     for token in stream.spoken_before:
         reader.push(token)
     num_bad_before = len(reader.bad)
