@@ -354,6 +354,28 @@ def test_a_repeated_frame_is_among_the_frames_of_a_speech(make, model, damaged):
     assert "0.34 s in 4 frames" in speech.caption
 
 
+@pytest.mark.parametrize(
+    ("how", "voice"),
+    [({}, "tara"), ({"voice": None}, None), ({"voice": ""}, None), ({"fields": {"voice": "leo"}}, "leo")],
+)
+def test_the_voice_of_a_speech_is_the_one_that_was_written(make, how, voice):
+    speech = say(make(), "Hi", max_tokens=7, **SPEECH, **how)
+    assert speech.voice == voice
+    written = f"{voice}: Hi" if voice else "Hi"
+    assert speech.generation.prompt_ids[2:-4] == tuple(map(ord, written))
+
+
+def test_what_has_its_voice_in_it_is_told_no_voice_of_its_own(make):
+    engine = make()
+    first = say(engine, "Hi", voice="leo", max_tokens=14, **SPEECH)
+    ids = list(first.generation.prompt_ids)
+    whole = prompt_string("Hi", "leo")
+    for prompt in (ids, whole, first.continued(), first.generation.follow_up(whole)):
+        assert say(engine, prompt, max_tokens=7, **SPEECH).voice is None
+        with pytest.raises(InputError, match="its voice is in it; leave out the field voice"):
+            say(engine, prompt, voice="tara", max_tokens=7, **SPEECH)
+
+
 def test_other_noise_gives_other_samples_for_the_same_tokens(make):
     engine = make()
     speech = say(engine, "Hi", max_tokens=28, **SPEECH)

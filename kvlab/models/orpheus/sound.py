@@ -35,7 +35,9 @@ class Speech:
     """What was said: samples, the frames they were made of (one that was repeated in place of a bad one too), how it went.
 
     ``bad_frames`` could not be read, ``left_over_tokens`` began a frame that never became whole, ``ignored_tokens`` were no
-    audio. ``ttfa_ms`` runs from the call to the first samples. ``generation`` is the engine's GenerationResult.
+    audio. ``voice`` is the name written before the text: None without one, and for a whole prompt or an utterance that goes on,
+    which have theirs in them. ``ttfa_ms`` runs from the call to the first samples. ``generation`` is the engine's
+    GenerationResult.
     """
 
     text: str

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from kvlab.errors import InputError
 from kvlab.models.orpheus.noise import NoiseSource
 from kvlab.models.orpheus.official import OfficialDecoder
+from kvlab.models.orpheus.prompts import OrpheusProcessor
 from kvlab.models.orpheus.sound import AudioChunk, Speech
 from kvlab.models.orpheus.spec import OrpheusModel
 from kvlab.models.orpheus.speech import FrameDecoder, SpeechDecoder, to_int16
@@ -130,7 +131,8 @@ def speak(
     Args:
         engine: Runs an OrpheusModel.
         text: What to say; ids of a whole prompt; or a ``Speech.continued()``, whose sound goes on where that ended.
-        voice: A name the checkpoint knows, or None for no name; the model's own default when not given.
+        voice: A name the checkpoint knows, or None for no name; the model's own default when not given. A whole prompt and
+            an utterance that goes on have a voice in them already; none may be given with those.
         chunk_frames: Least number of frames in a chunk, but for the last one.
         decoder: "kvlab", or "official" for the released decoder with its faults.
         noise: Of the codec; seed 0's when None.
@@ -139,7 +141,8 @@ def speak(
         options: As ``Engine.submit``.
 
     Raises:
-        InputError: an unknown voice or decoder, an empty text, or what ``Engine.submit`` refuses.
+        InputError: an unknown voice or decoder, a voice where one is there already, an empty text, or what ``Engine.submit``
+            refuses.
     """
     begin_s, model = perf_counter(), _speaking_model(engine)
     _check(chunk_frames, decoder, options)
@@ -153,7 +156,7 @@ def speak(
         options["allowed"] = OnlySpeech(model.ids, due_slot(spoken, model.ids))
     if voice is not ...:
         options["fields"] = {**options.get("fields", {}), "voice": voice}
-    named = _named(voice, text, model)
+    named = _named(text, options.get("fields"), model)
     stream = SpeechStream(engine, _words(text), named, spoken, sound, chunk_frames, begin_s, repeat_bad)
     stream.handle = engine.submit(text, on_token=lambda chunk: stream.arrived.append(chunk.token), **options)
     return stream
@@ -255,9 +258,11 @@ def _words(text: Any) -> str:
     return text if isinstance(text, str) else f"({len(text)} ids)"
 
 
-def _named(voice: str | EllipsisType | None, text: Any, model: OrpheusModel) -> str | None:
-    """Who will be heard, as far as the arguments say: ids and what goes on have their voice in them."""
-    if not isinstance(voice, EllipsisType):
-        return voice
-    is_new = isinstance(text, str) or (isinstance(text, Continued) and bool(text.text))
-    return model.voices[0] if is_new and model.voices else None
+def _named(text: Any, fields: Any, model: OrpheusModel) -> str | None:
+    """Whose name the model's processor will write before the text; None where it writes none, as into a whole prompt."""
+    words, processor = text.text if isinstance(text, Continued) else text, cast(OrpheusProcessor, model.processor)
+    if not isinstance(words, str) or not words or processor.is_whole_prompt(words):
+        return None
+    given: Mapping[str, Any] = fields if isinstance(fields, Mapping) else {}
+    named: str | None = given.get("voice", next(iter(model.voices), None))
+    return named or None
