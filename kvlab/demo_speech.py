@@ -63,7 +63,7 @@ def run(
         checkpoint: of an Orpheus model.
         num_pages: pages of the pool; 4096 slots when not given.
         page_size: tokens a page; 4 when not given.
-        max_tokens: most audio tokens of the sentence, 82 in a second of sound; 420 when not given.
+        max_tokens: most audio tokens of the sentence, 7 in a frame and 82 in a second of sound; 420 when not given.
         out: an existing folder for the files, or what their names begin with; ``kvlab-demo`` when not given.
         as_json: print no tables: the caller prints what is returned.
         console: where lines and tables go.
@@ -77,12 +77,15 @@ def run(
         MissingExtraError: the extra ``audio`` is not installed.
     """
     from kvlab.bench.orpheus import one_thread
+    from kvlab.models.orpheus.tokens import SLOTS
 
     begin = perf_counter()
     paths = sound_paths(out)
     size, most = PAGE_SIZE if page_size is None else page_size, MAX_TOKENS if max_tokens is None else max_tokens
-    if most < 1:
-        raise InputError(f"max_tokens is {most}; a sentence has at least 1 token")
+    if most < SLOTS:
+        raise InputError(
+            f"max_tokens is {most} and a frame of sound is {SLOTS} tokens, so nothing would be heard; give at least {SLOTS}"
+        )
     pages = POOL_TOKENS // max(size, 1) + 1 if num_pages is None else num_pages
     model = _load(checkpoint, console)
     with one_thread() if checkpoint.num_values <= SMALL_VALUES else nullcontext():

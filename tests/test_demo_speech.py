@@ -134,7 +134,12 @@ def test_a_run_without_a_noise_floor_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"max_tokens": 0}, "max_tokens is 0"), ({"page_size": 0}, "page_size is 0"), ({"num_pages": 1}, "num_pages is 1")],
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 6}, "max_tokens is 6 and a frame of sound is 7 tokens, so nothing would be heard; give at least 7"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"num_pages": 1}, "num_pages is 1"),
+    ],
 )
 def test_a_setting_that_cannot_be_is_refused(model: Path, tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
