@@ -25,8 +25,10 @@ Verify = Callable[["GenerationResult"], bool]
 
 @dataclass
 class PlayReport:
-    """What came of a workload. ``stall`` is None, or the facts of the stall that ended it, its sentence as ``message``.
+    """What came of a workload.
 
+    ``completed``, ``cancelled``, ``failed``, ``resumed_from_file`` and ``not_run`` together are its requests; one still
+    queued at a stall was not run. ``stall`` is None, or the facts of the stall that ended it, its sentence as ``message``.
     ``evictions`` counts pages by why they went: "allocation" for a request that needed one, "asked" for none. ``log_error``
     says why an event log is incomplete.
     """
@@ -168,7 +170,9 @@ class Player:
                 facts |= asdict(entry.event)
         self.report.stall = facts
         for item, handle, _ in self._flying:
-            if handle.outcome is not None:
+            if handle.outcome is None:  # still queued: the stall ends what runs
+                self.report.not_run += 1
+            else:
                 self._take(item, handle.outcome)
 
     def _close(self) -> None:

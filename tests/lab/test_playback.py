@@ -76,6 +76,16 @@ def test_a_stall_is_told_with_its_facts_and_what_was_not_run(tracer: Any) -> Non
     assert (report.failed, report.not_run, report.leaked_pages) == (3, 2, 0)
 
 
+@pytest.mark.parametrize("workload", ["shared-prefix", "chats"])
+def test_what_was_queued_at_a_stall_is_counted_among_what_was_not_run(tracer: Any, workload: str) -> None:
+    engine = tracer(page_size=4, num_pages=12, admission="none", max_concurrent_requests=3)
+    shape = WorkloadShape(requests=8, prefix_pages=4, page_size=4, tail=3, max_tokens=20)
+    report = Player(engine).play(make_workload(workload, shape))
+    assert report.stall is not None
+    assert report.completed + report.failed + report.cancelled + report.not_run == 8
+    assert report.not_run >= 5, "three run at a time"
+
+
 def test_a_request_that_cannot_be_served_is_named(tracer: Any) -> None:
     with pytest.raises(InputError, match="request r0 of the workload: .*64"):
         Player(tracer()).play([WorkItem("r0", 0, (64,), 1)])
