@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from kvlab.errors import InputError
+from kvlab.options import is_number, is_whole, whole
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class WorkItem:
 
     ``ids`` is its prompt, or with ``follows`` what it adds to that request's prompt and reply. ``cancel_after`` ends it that
     many steps after it was submitted.
+
+    Raises:
+        InputError: a field that cannot be what it should; the message names it.
     """
 
     id: str
@@ -31,11 +35,30 @@ class WorkItem:
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.ids or self.at_step < 0 or self.max_tokens < 0:
-            raise InputError(
-                f"request {self.id} has {len(self.ids)} ids, at_step {self.at_step} and max_tokens {self.max_tokens}; give at "
-                "least one id, and numbers of at least 0"
-            )
+        if not isinstance(self.id, str):
+            raise InputError(f"the id of a request is {self.id!r}; give a str")
+        of = f"of request {self.id}"
+        _check_ids(self.ids, of)
+        for name in ("at_step", "max_tokens", "cancel_after"):
+            value = getattr(self, name)
+            if value is not None or name != "cancel_after":
+                whole(f"{name} {of}", value, 0)
+        if self.follows is not None and not isinstance(self.follows, str):
+            raise InputError(f"follows {of} is {self.follows!r}; give the id of another request, or nothing")
+        if self.seed is not None and not is_whole(self.seed):
+            raise InputError(f"seed {of} is {self.seed!r}; give a whole number, or nothing")
+        if not is_number(self.temperature) or self.temperature < 0:
+            raise InputError(f"temperature {of} is {self.temperature!r}; give a number of at least 0")
+
+
+def _check_ids(ids: Any, of: str) -> None:
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise InputError(f"ids {of} are {ids!r}; give a list of token ids")
+    if not ids:
+        raise InputError(f"there are 0 ids {of}; give at least one")
+    wrong = next((i for i, value in enumerate(ids) if not is_whole(value)), None)
+    if wrong is not None:
+        raise InputError(f"id {wrong} {of} is {ids[wrong]!r}; give a whole number")
 
 
 @dataclass(frozen=True)
@@ -196,7 +219,8 @@ def _read_item(path: Path, number: int, line: str, names: set[str]) -> WorkItem:
         unknown = values.keys() - names
         if unknown:
             raise InputError(f"unknown fields {', '.join(sorted(unknown))}; known are {', '.join(sorted(names))}")
-        return WorkItem(**(values | {"ids": tuple(values["ids"])}))
+        ids = values["ids"]
+        return WorkItem(**(values | {"ids": tuple(ids) if isinstance(ids, list) else ids}))
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError, InputError) as error:
         raise InputError(f"{path}, line {number}: not a request of a workload ({error})") from error
 

@@ -99,6 +99,18 @@ LINE = json.dumps({"id": "a", "at_step": 0, "ids": [1], "max_tokens": 2})
         (LINE.replace("at_step", "at_steps").encode(), "line 1: .*unknown fields at_steps"),
         ((LINE + "\n\n" + LINE).encode(), "line 3: there is a request a above already"),
         (LINE.replace('"a"', '"a", "follows": "b"').encode(), "line 1: a follows b"),
+        (LINE.replace('"a"', "[1]").encode(), r"line 1: .*id of a request is \[1\]; give a str"),
+        (LINE.replace('"a"', '"a", "follows": 3').encode(), "line 1: .*follows of request a is 3; give the id of another"),
+        (LINE.replace('"a"', '"a", "cancel_after": "x"').encode(), "line 1: .*cancel_after of request a is 'x'; it must be a"),
+        (LINE.replace('"a"', '"a", "seed": 1.5').encode(), "line 1: .*seed of request a is 1.5; give a whole number"),
+        (LINE.replace('"a"', '"a", "temperature": "hot"').encode(), "line 1: .*temperature of request a is 'hot'; give a"),
+        (LINE.replace('"a"', '"a", "temperature": -1').encode(), "line 1: .*temperature of request a is -1; give a"),
+        (LINE.replace("0", '"0"').encode(), "line 1: .*at_step of request a is '0'; it must be a whole number"),
+        (LINE.replace("2", "true").encode(), "line 1: .*max_tokens of request a is True; it must be a whole number"),
+        (LINE.replace("2", "-1").encode(), "line 1: .*max_tokens of request a is -1; .* at least 0"),
+        (LINE.replace("[1]", '"12"').encode(), "line 1: .*ids of request a are '12'; give a list of token ids"),
+        (LINE.replace("[1]", "null").encode(), "line 1: .*ids of request a are None; give a list of token ids"),
+        (LINE.replace("[1]", "[1, 2.5]").encode(), "line 1: .*id 1 of request a is 2.5; give a whole number"),
     ],
 )
 def test_a_file_that_is_no_workload_is_refused_and_the_line_named(tmp_path: Path, content: bytes, message: str) -> None:
