@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvlab.errors import InputError
 from kvlab.lab.results import Spectrogram, Wave
+from kvlab.options import whole
 
 FULL_SCALE = 32767  # of 16-bit samples
 _NEIGHBOURS = 64  # steps to either side that a step is held against
@@ -155,6 +156,7 @@ def envelope(samples: ArrayLike, sample_rate: int, name: str, *, columns: int = 
     >>> wave, wave.lows, wave.highs
     (Wave(four: 2.00 s, peak 0.5, rms 0.29), (-0.25, 0.0), (0.5, 0.125))
     """
+    whole("columns", columns, 1)
     x = full_scale(samples)
     parts = np.array_split(x, min(columns, len(x))) if len(x) else []
     lows, highs = (tuple(round(float(pick(part)), 4) for part in parts) for pick in (np.min, np.max))
@@ -168,8 +170,10 @@ def spectrogram(
     """Return the power of a signal in equal bands up to ``max_hz``; a full-scale tone is 0 dB, silence ``FLOOR_DB``.
 
     Raises:
-        InputError: more bands than frequencies can be told apart below ``max_hz``.
+        InputError: no column, no band, or more bands than frequencies can be told apart below ``max_hz``.
     """
+    whole("columns", columns, 1)
+    whole("bands", bands, 1)
     x = full_scale(samples)
     edges = np.linspace(0, max_hz / sample_rate * _WINDOW, bands + 1).round().astype(int)
     if (np.diff(edges) < 1).any() or edges[-1] > _WINDOW // 2:

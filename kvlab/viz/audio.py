@@ -128,9 +128,12 @@ def spectrograms_panel(pictures: Sequence[Spectrogram], title: str = "") -> Pane
     """Return the figure of ``spectrograms`` as a panel, the first picture on top.
 
     Raises:
-        InputError: none, or pictures of other bands than the first.
+        InputError: none, one without levels, or pictures of other bands than the first.
     """
     require_rows(pictures, Spectrogram)
+    for picture in pictures:
+        if not picture.levels_db or not all(map(len, picture.levels_db)):
+            raise InputError(f"the spectrogram {picture.name!r} has no levels; make it of at least one band and one column")
     if len({(picture.max_hz, len(picture.levels_db)) for picture in pictures}) > 1:
         raise InputError("the spectrograms have different bands; make all with the same bands and max_hz")
     bottoms = [(len(pictures) - 1 - i) * _LANE for i in range(len(pictures))]

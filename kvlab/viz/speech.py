@@ -110,12 +110,12 @@ def speech_drift_panel(rows: Sequence[DriftRow], title: str = "") -> Panel:
     require_rows(rows, DriftRow)
     longest = max(row.num_frames for row in rows)
     bars = tuple(rect for i, row in enumerate(rows) for rect in _drift_bars(i, row))
-    labels = tuple(Label(longest * 1.03, i, drift_words(row)) for i, row in enumerate(rows))
     axis = linear_axis("frames", [longest], room=0.0)
+    labels = tuple(Label(axis.high * 1.03, i, drift_words(row)) for i, row in enumerate(rows))
     return Panel(
         title=title or _drift_title(rows),
         subtitle="Right: how far the samples differ (rms, of full scale); in brackets what noise alone makes of equal codes",
-        x=Axis(axis.title, 0, longest * 1.62, axis.ticks, axis.grid),
+        x=Axis(axis.title, 0, axis.high * 1.62, axis.ticks, axis.grid),
         y=named_axis("", [cut(row.name, 34) for row in rows], flipped=True),
         marks=(Rects(bars), *labels),
         legend=(EQUAL_FRAMES, OTHER_FRAMES),
@@ -142,6 +142,8 @@ def _drift_bars(index: int, row: DriftRow) -> list[Rect]:
 
 
 def _drift_title(rows: Sequence[DriftRow]) -> str:
+    if not any(row.num_frames for row in rows):
+        return f"{count(len(rows), 'pair')} of utterances without a whole frame: nothing to compare"
     parted = [row for row in rows if row.first_frame is not None]
     if not parted:
         return f"{count(len(rows), 'pair')} of utterances: equal in every frame"
@@ -196,7 +198,7 @@ def sharing_map_panel(rows: Sequence[SharedPrompt]) -> Panel:
 
 def _prompt_cell(column: int, line: int, row: SharedPrompt) -> list[Rect]:
     left, right, low, high = column - 0.46, column + 0.46, line - 0.4, line + 0.4
-    parting = left + (right - left) * row.cached_tokens / row.prompt_tokens
+    parting = left + (right - left) * row.cached_tokens / max(row.prompt_tokens, 1)
     cells = []
     if row.cached_tokens:
         cells.append(Rect(left, parting, low, high, SERVED, f"{row.cached_tokens}"))

@@ -47,7 +47,8 @@ class _Frame:
 
 
 def _share(axis: Axis, value: float) -> float:
-    share = (value - axis.low) / (axis.high - axis.low)
+    extent = axis.high - axis.low
+    share = (value - axis.low) / extent if extent else 0.5  # the one place of an axis of no extent is its middle
     return 1 - share if axis.flipped else share
 
 

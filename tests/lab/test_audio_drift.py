@@ -111,3 +111,14 @@ def test_bands_that_cannot_be_told_apart_are_refused():
 
 def test_a_difference_is_taken_over_what_both_have():
     assert difference([0.5, 0.25, 0.0], [0.25, 0.25]).tolist() == [-0.25, 0.0]
+
+
+@pytest.mark.parametrize(("draw", "wrong"), [(spectrogram, "columns"), (spectrogram, "bands"), (envelope, "columns")])
+def test_a_picture_of_a_signal_has_at_least_one_of_each(draw, wrong):
+    with pytest.raises(InputError, match=f"{wrong} is 0; it must be a whole number of at least 1"):
+        draw(np.zeros(2000), 24000, "cold", **{wrong: 0})
+
+
+def test_a_spectrogram_of_no_sample_is_silence():
+    picture = spectrogram(np.zeros(0), 24000, "nothing")
+    assert (picture.duration_s, {level for row in picture.levels_db for level in row}) == (0.0, {-90})

@@ -8,7 +8,7 @@ import pytest
 
 from kvlab.errors import InputError
 from kvlab.lab.results import DriftRow, SharedPrompt
-from kvlab.viz import sharing_map_panel, speech_drift_panel, token_grid_panel
+from kvlab.viz import as_svg, sharing_map_panel, speech_drift_panel, token_grid_panel
 from kvlab.viz.marks import Label
 from kvlab.viz.speech import EQUAL_FRAMES, OTHER, OTHER_FRAMES, SAME
 from kvlab.viz.theme import COMPUTED, SERVED
@@ -86,6 +86,12 @@ def test_a_pair_that_parts_at_once_has_no_green():
     assert [r.style for r in rects] == [OTHER_FRAMES]
 
 
+def test_utterances_of_no_whole_frame_are_drawn():
+    panel = speech_drift_panel([replace(EQUAL, num_frames=0)] * 2)
+    assert panel.title == "2 pairs of utterances without a whole frame: nothing to compare"
+    assert "samples equal" in as_svg(panel)
+
+
 def test_no_rows_are_refused():
     with pytest.raises(InputError, match="at least one DriftRow"):
         speech_drift_panel([])
@@ -118,3 +124,9 @@ def test_the_map_tells_what_a_new_voice_finds():
     crossed = [*ASKED[:2], replace(ASKED[2], cached_tokens=4), ASKED[3]]
     assert sharing_map_panel(crossed).title.endswith("20 of 64 prompt tokens came from the cache; new voices find 4 tokens")
     assert sharing_map_panel(ASKED[:2]).title == "8 of 32 prompt tokens came from the cache"
+
+
+def test_prompts_of_no_token_are_drawn():
+    panel = sharing_map_panel([SharedPrompt("tara", "", 0, 0, 4)])
+    assert panel.title == "0 of 0 prompt tokens came from the cache"
+    assert [(r.text, r.style) for r in panel.marks[0].rects] == [("0 of 0", COMPUTED)]

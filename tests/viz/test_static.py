@@ -82,6 +82,13 @@ class TestEveryFigure:
             assert 0 <= float(text.get("y", 0)) <= height
 
 
+def test_an_axis_of_no_extent_is_drawn() -> None:
+    nowhere = Axis("", 0, 0, ((0, "here"),), True)
+    drawn = as_svg(Panel("nowhere", nowhere, nowhere, (Label(0, 0, "text"),)))
+    assert "here" in drawn
+    assert "nan" not in drawn
+
+
 def test_a_map_is_small() -> None:
     assert len(as_svg(page_map_panel(three_sharers()))) < 20_000
 

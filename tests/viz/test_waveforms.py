@@ -117,3 +117,9 @@ def test_nothing_and_unlike_bands_are_refused():
             draw([])
     with pytest.raises(InputError, match="different bands"):
         spectrograms_panel([picture("a"), picture("b", max_hz=4000.0)])
+
+
+@pytest.mark.parametrize("levels", [(), ((), ())])
+def test_a_spectrogram_without_levels_is_refused(levels):
+    with pytest.raises(InputError, match="the spectrogram 'cold' has no levels; make it of at least one band and one column"):
+        spectrograms_panel([Spectrogram("cold", 0.0, 8000.0, levels)])
