@@ -21,6 +21,7 @@ MAX_REQUESTS = 12
 COMPLETED = Style("completed", CACHED)
 LOST = Style("ended by a stall", EVICTED, DARK_OUTLINE)
 MADE_ROOM = Style("pages that had to go", EVICTED, DARK_OUTLINE)
+BY_HAND = "nobody, by hand"  # in place of the request that a page was evicted for
 _HALF = 0.34  # half the thickness of a bar
 
 
@@ -123,9 +124,18 @@ def evictions_panel(events: Events) -> Panel:
 def _evictions_title(by_request: Counter[str]) -> str:
     if not by_request:
         return "No page was evicted"
-    (name, pages), *_ = by_request.most_common(1)
-    pages_gone = count(by_request.total(), "cached page")
-    return f"{pages_gone} had to go for {count(len(by_request), 'request')}, {pages} of them for {cut(name, 40)}"
+    by_hand = by_request[BY_HAND]
+    needed = Counter({name: pages for name, pages in by_request.items() if name != BY_HAND})
+    if not needed:
+        return f"{count(by_hand, 'cached page')} {_were(by_hand)} evicted by hand, none for a request"
+    (name, pages), *_ = needed.most_common(1)
+    gone = count(needed.total(), "cached page")
+    beside = f"; {by_hand} more {_were(by_hand)} evicted by hand" if by_hand else ""
+    return f"{gone} had to go for {count(len(needed), 'request')}, {pages} of them for {cut(name, 40)}{beside}"
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def eviction_table(events: Events) -> Table:
@@ -142,7 +152,7 @@ def eviction_table(events: Events) -> Table:
             filed_by[event.page] = event.rid
         elif isinstance(event, PageEvicted):
             asked_by, owner = event.for_rid, filed_by.get(event.page)
-            cause = "who asked by hand" if asked_by is None else names.get(asked_by, f"request {asked_by}")
+            cause = BY_HAND if asked_by is None else names.get(asked_by, f"request {asked_by}")
             pages[cause, names.get(owner, f"request {owner}")] += 1
     rows = [(cause, owner, number) for (cause, owner), number in pages.items()]
     return Table(("evicted for", "filed by", "pages"), rows, "Evicted pages")
@@ -156,9 +166,8 @@ def cures_panel(rows: Sequence[PressureRow]) -> Panel:
     require_rows(rows, PressureRow)
     shown = rows[:MAX_BARS]
     bars = tuple(bar for i, row in enumerate(shown) for bar in _cure_bars(i, row))
-    stalled = sum(row.is_stalled for row in rows)
     return Panel(
-        title=f"{count(len(rows) - stalled, 'setting')} of {len(rows)} let every request complete; {stalled} stall",
+        title=_cures_title(rows),
         subtitle=f"{count(rows[0].requests, 'request')} on {count(rows[0].pool_pages, 'page')}",
         x=linear_axis("requests", [row.requests for row in shown]),
         y=named_axis("", [cut(row.name, 34) for row in shown], flipped=True),
@@ -169,10 +178,22 @@ def cures_panel(rows: Sequence[PressureRow]) -> Panel:
     )
 
 
+def _is_complete(row: PressureRow) -> bool:
+    return not row.is_stalled and row.completed >= row.requests
+
+
+def _cures_title(rows: Sequence[PressureRow]) -> str:
+    complete, stalled = sum(map(_is_complete, rows)), sum(row.is_stalled for row in rows)
+    lossy = len(rows) - complete - stalled
+    end = f"; {lossy} lost some without a stall" if lossy else ""
+    return f"{count(complete, 'setting')} of {len(rows)} let every request complete; {stalled} stall{end}"
+
+
 def _cure_bars(index: int, row: PressureRow) -> list[Rect]:
     low, high, bars = index - _HALF, index + _HALF, []
     if row.completed:
-        text = f"{row.completed} in {row.steps} steps"
+        is_lossy = not row.is_stalled and not _is_complete(row)
+        text = f"{row.completed}{f' of {row.requests}' if is_lossy else ''} in {row.steps} steps"
         bars.append(Rect(0, row.completed, low, high, COMPLETED, text, f"{row.name}: {text}"))
     if row.is_stalled:
         text = f"stalled in step {row.stalled_step}"
@@ -219,9 +240,10 @@ def stall_curve_panel(rows: Sequence[PressureRow]) -> Panel:
     sides = [(on, sorted((r for r in rows if r.prefix_cache == on), key=lambda r: r.pool_pages)) for on in (True, False)]
     marks = [mark for on, side in sides if side for mark in _curve(on, side)]
     parts = [f"cache {_word(on)}: {sum(r.is_stalled for r in side)} of {count(len(side), 'pool')} stall" for on, side in sides]
+    survived = "every request completed" if all(r.is_stalled or _is_complete(r) for r in rows) else "no stall"
     return Panel(
         title=_curve_title(dict(sides)),
-        subtitle="; ".join([*parts, "squares: every request completed; triangles: a stall"]),
+        subtitle="; ".join([*parts, f"squares: {survived}; triangles: a stall"]),
         x=linear_axis("usable pages in the pool", [r.pool_pages for r in rows], low=min(r.pool_pages for r in rows)),
         y=linear_axis("requests completed before a stall", [rows[0].requests], room=0.12),
         marks=tuple(marks),
@@ -249,10 +271,13 @@ def _curve(is_on: bool, side: Sequence[PressureRow]) -> list[Line | Points]:
 
 def _curve_title(sides: dict[bool, Sequence[PressureRow]]) -> str:
     largest = {on: max((r.pool_pages for r in side if r.is_stalled), default=0) for on, side in sides.items()}
-    if not any(largest.values()):
+    stalling = [on for on, pages in largest.items() if pages]
+    if not stalling:
         return "No pool of these stalls"
-    if not largest[False]:
-        return f"With the cache on, pools of up to {largest[True]} pages stall; with it off none of these does"
+    if len(stalling) == 1:
+        (on,) = stalling
+        beside = f"; with it {_word(not on)} none of these does" if sides[not on] else ""
+        return f"With the cache {_word(on)}, pools of up to {largest[on]} pages stall{beside}"
     return f"Pools stall with the cache on (up to {largest[True]} pages) and with it off (up to {largest[False]})"
 
 

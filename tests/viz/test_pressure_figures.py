@@ -82,6 +82,18 @@ def test_evictions_are_drawn_by_the_request_that_needed_the_page() -> None:
     assert evictions_panel(three_sharers()).title != panel.title
 
 
+def test_pages_evicted_by_hand_are_no_requests() -> None:
+    with tracer_engine(num_pages=12, page_size=4) as engine:
+        engine.generate(list(range(1, 24)), max_tokens=1, name="a")
+        engine.kv.evict(3)
+        assert evictions_panel(engine.events).title == "3 cached pages were evicted by hand, none for a request"
+        assert eviction_table(engine.events).rows == (("nobody, by hand", "a", 3),)
+        engine.generate([9] * 40, max_tokens=1, name="b")
+        assert evictions_panel(engine.events).title == (
+            "1 cached page had to go for 1 request, 1 of them for b; 3 more were evicted by hand"
+        )
+
+
 def test_cures_say_who_completed_and_who_stalled() -> None:
     panel = cures_panel([ROW, STALLED])
     assert panel.title == "1 setting of 2 let every request complete; 1 stall"
@@ -103,6 +115,27 @@ def test_the_curve_tells_stalls_by_shape() -> None:
     assert lines(panel) == ["", ""]
     assert [mark.symbol for mark in panel.marks if isinstance(mark, Points)] == ["triangle", "square", "square"]
     assert stall_curve_panel([ROW]).title == "No pool of these stalls"
+
+
+def test_the_curve_speaks_of_the_side_that_stalls_and_of_none_that_was_not_given() -> None:
+    off = replace(STALLED, prefix_cache=False)
+    assert (
+        stall_curve_panel([ROW, off]).title
+        == "With the cache off, pools of up to 96 pages stall; with it on none of these does"
+    )
+    assert stall_curve_panel([STALLED]).title == "With the cache on, pools of up to 96 pages stall"
+    assert stall_curve_panel([off]).title == "With the cache off, pools of up to 96 pages stall"
+    both = stall_curve_panel([STALLED, replace(off, pool_pages=128)])
+    assert both.title == "Pools stall with the cache on (up to 96 pages) and with it off (up to 128)"
+
+
+def test_a_pool_that_lost_requests_without_a_stall_is_not_said_to_have_completed() -> None:
+    lossy = replace(ROW, name="lossy", completed=2)
+    panel = cures_panel([ROW, lossy, STALLED])
+    assert panel.title == "1 setting of 3 let every request complete; 1 stall; 1 lost some without a stall"
+    assert panel.marks[0].rects[1].text == "2 of 32 in 40 steps"
+    assert "squares: every request completed" in stall_curve_panel([ROW, STALLED]).subtitle
+    assert "squares: no stall" in stall_curve_panel([lossy]).subtitle
 
 
 @pytest.mark.parametrize("draw", [cures_panel, policies_panel, stall_curve_panel])
