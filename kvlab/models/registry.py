@@ -41,7 +41,7 @@ KNOWN: dict[str, Source] = {
     "orpheus-tiny": ShippedSource(
         name="orpheus-tiny",
         folder="checkpoints/orpheus-tiny",
-        sha256="0ee15d5ed775c68543425e6c65d78c6d816e7b8260609ce2fda2e861cefde3ee",
+        sha256="25b2640383a9a093fed4b0d4ee5a40aa1ddfc51861e1059024bee1dde541f28c",
         num_bytes=10_306_552,
     ),
     "bagel-tiny": ShippedSource(

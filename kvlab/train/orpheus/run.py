@@ -38,8 +38,8 @@ class Plan:
     codec_phrases: int = 400
     codec_steps: int = 3000
     decoder_steps: int = 2000
-    speech_phrases: int = 10_000
-    speech_steps: int = 3500
+    speech_phrases: int = 12_000
+    speech_steps: int = 6000
     seed: int = 0
     start: Path | None = None
 
