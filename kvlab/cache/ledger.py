@@ -34,9 +34,9 @@ class MissLedger:
         """The next ``num_tokens`` slots of ``stream`` will be computed because of ``cause``; past its prompt none is due."""
         start, notes = stream.begins_at, request.notes.setdefault(stream.label, {})
         prompt = request.config.prompts.get(stream.label)
-        num_tokens = num_tokens if prompt is None else min(num_tokens, prompt.prompt_slots - start)
+        is_past = prompt is not None and start >= prompt.prompt_slots
         is_explained = start not in notes and any(m.start <= start < m.stop for causes in notes.values() for m in causes)
-        if num_tokens > 0 and not (is_explained and stream.laid is not None and stream.laid.spans):
+        if num_tokens and not is_past and not (is_explained and stream.laid is not None and stream.laid.spans):
             notes[start] = (Miss(stream.label, start, start + num_tokens, cause, evidence),)
         if not notes:
             del request.notes[stream.label]
