@@ -49,7 +49,7 @@ from kvlab.lab import picture_studies as studies
 from kvlab.lab.pixels import compare_pictures, difference_map, to_draw
 from kvlab.lab.studies import request_rows
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 settings = {"device": DEVICE, "num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "seed": SEED}
 engine = kvlab.load(MODEL, dtype="float32", **settings)
 size = {} if SIZE is None else {"size": SIZE}
@@ -63,7 +63,7 @@ engine
 # control: were it not equal to the first, everything below would be noise. The study refuses to go on when the second
 # drawing found nothing cached.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 found, plain_row = studies.cold_against_hit(engine, TEXT, seed=SEED, name="text", **how)
 cold, hit = found.cold, found.hit
 rows = request_rows([found.cold, found.hit, found.again])
@@ -74,7 +74,7 @@ viz.misses(rows, f"A hit: {hit.cached_tokens} of {hit.prompt_tokens} prompt slot
 # and where they differ:
 
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 def side_by_side(first, second, name):
     shown = [to_draw(first, "cold"), to_draw(second, name), difference_map(first, second)]
     return viz.pictures(shown, drift=compare_pictures(first, second, name))
@@ -93,7 +93,7 @@ side_by_side(cold, hit, f"after a hit: {hit.cached_tokens} of {hit.prompt_tokens
 #
 # One picture is one example. Here are more seeds, that is, more pictures of the same text:
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 by_seed = []
 for seed in range(SEED, SEED + 4):
     row = studies.cold_against_hit(engine, TEXT, seed=seed, name=f"seed {seed}", **how)[1]
@@ -109,7 +109,7 @@ viz.pixel_table(by_seed)
 # bfloat16 keeps three digits instead of seven. Does a hit show more then? And do more steps, or guidance, which
 # multiplies differences by four, make it grow?
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 coarse = kvlab.load(MODEL, dtype="bfloat16", **settings)
 by_setting = []
 for other in (engine, coarse):
@@ -125,7 +125,7 @@ viz.pixel_table(by_setting)
 # Do not mix this up with another question: how far are the two formats *from each other*? That is drift, too, but no
 # cache has a part in it.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 coarse_cold = coarse.generate(kvlab.draw(TEXT, **how), seed=SEED, prefix_cache=False)
 format_drift = compare_pictures(cold, coarse_cold, "bfloat16 and float32")
 shown = [to_draw(cold, "float32"), to_draw(coarse_cold, "bfloat16")]
@@ -137,7 +137,7 @@ viz.pictures([*shown, difference_map(cold, coarse_cold, signed=True)], drift=for
 # We prefill only the first tokens of the prompt, so that the drawing finds exactly those. Pages of two tokens make
 # small steps. A mark is a picture; the number above it is its largest difference.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 by_match = []
 for other in (engine, coarse):
     with build_engine(other.model, num_pages=NUM_PAGES, page_size=2) as small_pages:
@@ -152,7 +152,7 @@ viz.drift_by_match(by_match)
 # Now the prompt begins with a picture. The model reads it twice, as latents of its autoencoder and as patches of its
 # vision tower, and both fill pages. Drawn again with the same seed, all of that is served, and neither encoder runs.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 scene = engine.generate(kvlab.draw(OTHER_SCENE, **how), seed=SEED).image
 edit = studies.draw_triplet(engine, kvlab.draw(scene, EDIT, num_timesteps=NUM_TIMESTEPS), seed=SEED)
 slots = f"{edit.hit.cached_tokens} of {edit.hit.prompt_tokens} slots cached"
@@ -169,7 +169,7 @@ viz.pictures([to_draw(scene, "the picture"), *pair], f"{slots}; {edit_drift.verd
 # cache does that. It tells how sensitive the picture is: bfloat16 rounds by about 2^-9 of each value, so the left end
 # of the axis is what rounding costs, and at the right end every value is off by about half of itself.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 noise = studies.noise_sensitivity(engine, kvlab.draw(TEXT, **how), seed=SEED)
 viz.noise_curve(noise)
 
@@ -182,7 +182,7 @@ viz.noise_curve(noise)
 #
 # The same as numbers:
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 viz.noise_table(noise)
 
 # %% [markdown]
@@ -192,7 +192,7 @@ viz.noise_table(noise)
 # differs at all, at 32 only what most people see at a glance. The middle picture was drawn from the noisiest pages.
 # Look at what is marked: edges, where a shape is a little larger or smaller, and no new shape.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 noisiest = studies.draw_from_noise(engine, kvlab.draw(TEXT, **how), noise[-1].log2_noise, seed=SEED)
 pictures = to_draw(cold, "clean"), to_draw(noisiest, f"injected noise 2^{noise[-1].log2_noise}")
 apart, drift = difference_map(cold, noisiest), compare_pictures(cold, noisiest, "noisiest")
@@ -211,7 +211,7 @@ viz.explore(moved, threshold=(0, 64))
 # published system left this reuse out where guidance writes the text to two streams at once; kvlab cuts each stream by
 # its own match. How many slots does that spare?
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 make_engine = partial(build_engine, engine.model, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
 sweep = studies.guided_sweep(make_engine, kvlab.draw(TEXT, **how), range(SEED, SEED + 3))
 viz.guided_sweep(sweep)
@@ -233,7 +233,7 @@ viz.sweep_table(sweep)
 # Nothing fails yet. But the next request with this text finds "its" pages. We can show what it draws, because kvlab has
 # the fault as a switch for studies, `keying="ignore-walk"`. Both requests are without guidance.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 fault = studies.wrong_walk(make_engine, scene, TEXT, seed=SEED, **how)
 right_drift, wrong_drift = studies.wrong_walk_drifts(fault)
 names = {"uncached": fault.uncached, "after the edit": fault.right, "walk ignored": fault.wrong}
@@ -250,7 +250,7 @@ viz.pictures(drawn, f"Walk ignored: {matched} match, and hold a picture", subtit
 # Every drift of this notebook in one figure, from equal to another picture. In a live notebook, **drag the
 # threshold** and read the largest shares in the title.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 after_hit = compare_pictures(cold, hit, "after a hit")
 drifts = [after_hit, format_drift, noise[5].drift, noise[-1].drift, wrong_drift]
 

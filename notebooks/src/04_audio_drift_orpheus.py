@@ -40,7 +40,7 @@ MAX_TOKENS = 280  # 40 frames
 PLAYER_RATE = 8_000  # samples a second of the players below, to keep this page small
 SEED = 0
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 import kvlab
 from kvlab import viz
 from kvlab.assemble import build_engine
@@ -61,7 +61,7 @@ engine
 # cache, say the sentence, and say it again. `only_speech` lets only well-formed frames be chosen; the rest of the
 # sampling is the model's own: temperature 0.6, top-p 0.8, and a penalty of 1.3 on whatever was said before.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 how = {"max_tokens": MAX_TOKENS, "only_speech": True, "seed": SEED, "logprobs": 1}
 cold, hit = speech_studies.cold_and_hit(engine, say, TEXT, **how)
 rows, found = studies.request_rows([cold.generation, hit.generation]), hit.generation
@@ -75,7 +75,7 @@ viz.misses(rows, f"A hit: {found.cached_tokens} of {found.prompt_tokens} prompt 
 # Now the comparison. The noise floor needs the same frames decoded with two noises:
 
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 def two_noises(speech):
     return [model.sound(speech.frames, noise=SeededNoise(seed)) for seed in (0, 1)]
 
@@ -96,7 +96,7 @@ drift
 # Each column is a frame, each row one of its seven codes: one coarse, two middle, four fine. A code is a number of a
 # code book. **Look for a cell that is not grey.** Were there one, the title would name the frame.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 viz.token_grid(cold.frames, hit.frames, columns=6)
 
 # %% [markdown]
@@ -105,7 +105,7 @@ viz.token_grid(cold.frames, hit.frames, columns=6)
 # The two recordings, then one minus the other, then the noise floor: one noise minus another over the same codes. The
 # differences are drawn twenty times larger. **Compare the last two lanes.** The third is silence, the fourth is not.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 rate = cold.sample_rate
 lanes = [audio.envelope(cold.samples, rate, "cold"), audio.envelope(hit.samples, rate, "hit")]
 apart = {"hit − cold": (cold.samples, hit.samples), "noise alone": two_noises(hit)}
@@ -121,7 +121,7 @@ viz.waveforms(lanes)
 # another noise. There is one, but it is as small as the title says: the noise of this codec follows the sound, so it is
 # loud only where the sound is.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 sounds = {"cold": cold.samples, "hit": hit.samples, "other noise": two_noises(hit)[1]}
 viz.spectrograms([audio.spectrogram(x, rate, name) for name, x in sounds.items()])
 
@@ -132,7 +132,7 @@ viz.spectrograms([audio.spectrogram(x, rate, name) for name, x in sounds.items()
 # tiny and was trained briefly, and many words it says are not those asked for (its README has the measured share).
 # The voice, the length and the sound of speech are there, and comparing needs no more.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 from IPython.display import display
 
 for name, speech in {"cold": cold, "after a hit": hit}.items():
@@ -152,7 +152,7 @@ for name, speech in {"cold": cold, "after a hit": hit}.items():
 # the *same* other codes. In a live notebook, **try a few seeds**; each one says the sentence twice in every voice.
 
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 def cold_against_hit(name, engine, **more):
     first, second = speech_studies.cold_and_hit(engine, say, TEXT, **how | more)
     return drift_row(name, first, second, two_noises(second))
@@ -180,7 +180,7 @@ viz.explore(by_seed, seed=(0, 50))
 # shared.
 
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 def who_shares_what(page_size=PAGE_SIZE):
     with build_engine(model, num_pages=NUM_PAGES, page_size=page_size) as other:
         return speech_studies.sharing_map(other, model.voices, SENTENCES)
@@ -200,7 +200,7 @@ viz.explore(draw_map, page_size=[1, 2, 4, 8, 16])
 # that is all that moves. Pages of 8 leave six tokens to run, enough for the order of the cold run, and pages of 32
 # serve nothing at all: there the drift is exactly zero.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 sizes = []
 for page_size in (1, 4, 8, 32):
     with build_engine(model, num_pages=NUM_PAGES, page_size=page_size) as other:
@@ -215,7 +215,7 @@ viz.speech_drift_table(sizes)
 # to its own cold run, and how far is the cold run from the one in float32? A short sentence often comes out the same in
 # every format, since few choices are close enough to tip. So this is the longest of the sentences above.
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 long_cold, long_hit = speech_studies.cold_and_hit(engine, say, SENTENCES[-1], **how)
 
 
@@ -226,7 +226,7 @@ def in_format(name, **formats):
     return first, [drift_row(n, *pair, two_noises(long_cold)) for n, pair in pairs.items()]
 
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 coarse, coarse_rows = in_format("bfloat16", dtype="bfloat16")
 _, stored_rows = in_format("bfloat16 pages", dtype=DTYPE, kv_dtype="bfloat16")
 formats = [drift_row(f"{DTYPE}: hit and cold", long_cold, long_hit, two_noises(long_hit))]
@@ -241,13 +241,13 @@ viz.speech_drift(formats)
 #
 # The same as a table, with every number and its floor side by side:
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 viz.speech_drift_table(formats)
 
 # %% [markdown]
 # And the place where they part, code by code:
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 viz.token_grid(long_cold.frames, coarse.frames, (DTYPE, "bfloat16"), columns=6)
 
 # %% [markdown]
@@ -261,7 +261,7 @@ viz.token_grid(long_cold.frames, coarse.frames, (DTYPE, "bfloat16"), columns=6)
 # let it *go on*: the new prompt is the old one and the 56 codes so far, and nearly all of it is served from pages that
 # were filled by generating. How many ids are under the penalty?
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 begun = say(engine, SENTENCES[-1], **how | {"max_tokens": 8 * 7})
 prompt = begun.continued()
 off = build_engine(model, num_pages=NUM_PAGES, page_size=PAGE_SIZE, prefix_cache=False)
@@ -275,7 +275,7 @@ covered
 # Told, it covers what the cold run covers. Not told, it covers the last page and the token just chosen. The other codes
 # cost nothing to say again, so the rest of the sentence is drawn from other odds:
 
-# %% tags=["check"]
+# %% tags=["check-cpu"]
 rest, rest_hit = say(off, prompt, **how), say(engine, prompt, **how)
 with speech_studies.untold_sampler(engine):
     rest_untold = say(engine, prompt, **how)

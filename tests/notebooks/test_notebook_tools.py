@@ -100,6 +100,17 @@ def test_an_output_that_a_rebuild_does_not_show_is_found(root: Path) -> None:
     assert problem.startswith("01_three, cell-3: a rebuild shows something else")
 
 
+def test_what_depends_on_the_cpu_is_compared_on_its_kind_alone(root: Path) -> None:
+    source = SOURCE.replace('tags=["check"]', 'tags=["check-cpu"]')
+    (root / "src" / "01_three.py").write_text(source, encoding="utf-8")
+    notebooks.build(["01_three"], root=root)
+    assert read(root).metadata["built_on"] == notebooks.kind_of_cpu()
+    change(root, '"12"', '"13"')
+    assert len(notebooks.check(root=root)) == 1
+    change(root, notebooks.kind_of_cpu(), "another kind")
+    assert notebooks.check(root=root) == []
+
+
 def test_a_changed_source_is_found(root: Path) -> None:
     (root / "src" / "01_three.py").write_text(SOURCE.replace("factor = 4", "factor = 5"), encoding="utf-8")
     assert notebooks.check(root=root) == ["01_three: differs from src/01_three.py; run: kvlab notebooks build 01_three"]
