@@ -13,7 +13,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +124,9 @@ def kind_of_cpu() -> str:
     """Return what decides in which order and how exactly a CPU adds up: its architecture, vectors, and bfloat16."""
     import torch
 
-    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    has_bfloat16 = any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' bfloat16' if has_bfloat16 else ''}"
+    from kvlab.models.loading import cpu_has_bfloat16
+
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' bfloat16' if cpu_has_bfloat16() else ''}"
 
 
 def hygiene(notebook: Any, num_bytes: int) -> Iterator[str]:

@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from kvlab.models.loading import cpu_has_bfloat16
+
 log = logging.getLogger("kvlab.train")
 
 SAVE_EVERY_S = 120.0
@@ -23,9 +25,7 @@ CLIP_NORM = 1.0
 
 def mixed_precision() -> torch.autocast:
     """Return a context in bfloat16 where this CPU multiplies in it; where it does not, emulating it is ten times slower."""
-    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not say
-    has_bfloat16 = any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16)
+    return torch.autocast("cpu", torch.bfloat16, enabled=cpu_has_bfloat16())
 
 
 class Task(Protocol):
