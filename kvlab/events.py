@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -117,25 +117,47 @@ class PrefixMatched(Event):
 
 
 @dataclass(frozen=True)
+class GateOpened(Event):
+    """How requests are let in, in the words of ``load``."""
+
+    admission: str
+    admission_order: str
+    backfill_window: int
+    max_concurrent_requests: int | None
+    preemption: bool
+
+
+@dataclass(frozen=True)
 class RequestReserved(Event):
-    """Let in: ``claim_pages`` over its life, ``hit_pages`` of them lent by the index."""
+    """Let in: ``claim_pages`` over its life, ``hit_pages`` of them lent by the index. The other numbers are those after it:
+    pages free or evictable, pages that all admitted may still take, how many are in and how many wait, and with "peak" the
+    most pages that their lives side by side will hold.
+    """
 
     rid: int | str
     claim_pages: int
     hit_pages: int
+    supply_pages: int
     outstanding_pages: int
+    num_admitted: int
     num_waiting: int
+    planned_peak_pages: int | None
 
 
 @dataclass(frozen=True)
 class RequestWaits(Event):
-    """The head of the queue does not fit; told again only when the reason changes."""
+    """The head of the queue does not fit; told again only when the reason changes. With "peak" ``planned_peak_pages`` is that
+    of the admitted alone.
+    """
 
     rid: int | str
     need_pages: int
     hit_pages: int
     supply_pages: int
     outstanding_pages: int
+    num_admitted: int
+    num_waiting: int
+    planned_peak_pages: int | None
 
 
 @dataclass(frozen=True)
@@ -150,8 +172,12 @@ class GrantRefused(Event):
 
 @dataclass(frozen=True)
 class ReservationReleased(Event):
+    """A request of ``claim_pages`` is in no longer; the other numbers are those without it."""
+
     rid: int | str
+    claim_pages: int
     outstanding_pages: int
+    num_admitted: int
 
 
 @dataclass(frozen=True)

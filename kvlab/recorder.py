@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
@@ -18,6 +19,8 @@ from kvlab.options import is_whole
 from kvlab.pool_state import PoolState
 
 logger = logging.getLogger("kvlab.events")
+
+_BUFFER_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class Recorder:
     Args:
         clock: seconds, monotone; ``at_ms`` counts from the first call.
         max_events: most entries kept; None = all.
-        log_path: also write every event to this JSONL file. A disk that fills up ends the file, not the run: ``log_error``
-            says so, and events go on being kept in memory.
+        log_path: also write every event to this JSONL file, 64 KiB at a time. A disk that fills up ends the file, not the run:
+            ``log_error`` says so, and events go on being kept in memory.
 
     Raises:
         InputError: fewer than 2 events, or a log that cannot be written.
@@ -69,7 +72,9 @@ class Recorder:
         self._num_folded = 0
         self._log = None if log_path is None else _open_log(log_path)
         self.log_error: str | None = None
-        self._write(json.dumps({"kvlab_events": SCHEMA}) + "\n")
+        #: When the recorder began, in UTC (ISO 8601); ``at_ms`` counts from here.
+        self.began_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._write(json.dumps(self._head()) + "\n")
 
     def __call__(self, event: Event) -> None:
         """Append ``event`` at the current step."""
@@ -80,6 +85,9 @@ class Recorder:
             self._write(_to_line(entry))
         if self._max_events is not None and len(self._entries) > self._max_events:
             self._fold(self._max_events // 2)
+
+    def _head(self) -> dict[str, Any]:
+        return {"kvlab_events": SCHEMA, "began_at": self.began_at}
 
     def _write(self, line: str) -> None:
         if self._log is not None:
@@ -166,7 +174,7 @@ class Recorder:
 
     def to_jsonl(self, path: str | Path) -> None:
         """Write the kept entries, one JSON object a line; the first line has the schema and what was folded away."""
-        head: dict[str, Any] = {"kvlab_events": SCHEMA}
+        head = self._head()
         if self._num_folded:
             head |= {"folded": self._num_folded, "base": self._base.to_json()}
         with _open_log(path) as f:
@@ -198,8 +206,10 @@ class Recorder:
         try:
             head = json.loads(line)
             schema = head["kvlab_events"]
-            if schema == SCHEMA and "folded" in head:
-                self._num_folded, self._base = int(head["folded"]), PoolState.from_json(head["base"])
+            if schema == SCHEMA:
+                self.began_at = str(head["began_at"])
+                if "folded" in head:
+                    self._num_folded, self._base = int(head["folded"]), PoolState.from_json(head["base"])
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{where}: not the head of an event log ({error})") from error
         if schema != SCHEMA:
@@ -261,7 +271,7 @@ def _open_log(path: str | Path) -> TextIO:
     """
     check_log_path(path)
     try:
-        file = open(path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - the recorder closes it
+        file = open(path, "a", _BUFFER_BYTES, encoding="utf-8", newline="\n")  # noqa: SIM115 - the recorder closes it
         _claim(file)
     except BlockingIOError as error:
         file.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from kvlab import events as ev
 from kvlab.errors import InputError, IntegrityError
-from kvlab.events import EVENT_TYPES
+from kvlab.events import EVENT_TYPES, SCHEMA
 from kvlab.pool_state import PoolState
 from kvlab.recorder import Entry, Recorder
 from tests.synthetic_log import Clock, three_sharers, under_pressure
@@ -90,6 +91,16 @@ def test_a_log_file_written_while_running_reads_back_equal(tmp_path: Path) -> No
     recorder = three_sharers(log_path=tmp_path / "log.jsonl")
     recorder.close()
     assert list(Recorder.from_jsonl(tmp_path / "log.jsonl")) == list(recorder)
+
+
+def test_a_log_says_when_it_began_and_a_copy_says_the_same(tmp_path: Path) -> None:
+    before = datetime.now(UTC)
+    recorder = three_sharers(log_path=tmp_path / "log.jsonl")
+    recorder.close()
+    read = Recorder.from_jsonl(tmp_path / "log.jsonl")
+    read.to_jsonl(tmp_path / "copy.jsonl")
+    assert read.began_at == Recorder.from_jsonl(tmp_path / "copy.jsonl").began_at == recorder.began_at
+    assert timedelta(milliseconds=-1) <= datetime.fromisoformat(read.began_at) - before < timedelta(minutes=1)
 
 
 def test_a_log_file_is_complete_although_memory_is_bounded(tmp_path: Path) -> None:
@@ -213,13 +224,16 @@ def test_a_missing_line_is_noticed_because_replay_would_be_wrong(tmp_path: Path)
 
 def test_another_schema_is_refused_with_both_numbers(tmp_path: Path) -> None:
     path = write_log(tmp_path, with_line(1, json.dumps({"kvlab_events": 99})))
-    with pytest.raises(InputError, match="line 1: events of schema 99; this kvlab reads schema 1"):
+    with pytest.raises(InputError, match=f"line 1: events of schema 99; this kvlab reads schema {SCHEMA}"):
         Recorder.from_jsonl(path)
 
 
-@pytest.mark.parametrize(
-    "change", [lambda lines: lines[1:], lambda lines: [], with_line(1, '{"kvlab_events": 1, "folded": 3}')]
-)
+BROKEN_HEADS = [
+    with_line(1, json.dumps({"kvlab_events": SCHEMA} | rest)) for rest in ({}, {"began_at": "2030-01-01T00:00:00", "folded": 3})
+]
+
+
+@pytest.mark.parametrize("change", [lambda lines: lines[1:], lambda lines: [], *BROKEN_HEADS])
 def test_a_file_without_a_sound_head_is_refused(tmp_path: Path, change) -> None:
     with pytest.raises(InputError, match=r"log\.jsonl"):
         Recorder.from_jsonl(write_log(tmp_path, change))

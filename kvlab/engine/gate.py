@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvlab.engine.footprint import Footprint, can_finish, peak_pages
+from kvlab.engine.gatelog import GateLog, GateState
 from kvlab.errors import InputError, IntegrityError
-from kvlab.events import Event, GrantRefused, RequestReserved, RequestWaits, ReservationReleased
+from kvlab.events import Event, GateOpened
 from kvlab.spec import RequestId
 
 ADMISSIONS = ("reserve", "peak", "none")
@@ -58,6 +59,13 @@ class AdmissionOptions:
             _check_whole("max_concurrent_requests", self.max_concurrent_requests)
         if self.preemption not in (None, True, False):
             raise InputError(f"preemption is {self.preemption!r}; it must be True, False or None")
+
+    @property
+    def opened(self) -> GateOpened:
+        """The settings as the event log has them."""
+        return GateOpened(
+            self.admission, self.admission_order, self.backfill_window, self.max_concurrent_requests, self.preempts
+        )
 
     @property
     def preempts(self) -> bool:
@@ -140,12 +148,12 @@ class Gate:
         record: Callable[[Event], None] | None = None,
     ) -> None:
         self.options = options
-        self._pool, self._rounds_left, self._record = pool, rounds_left, record
+        self._pool, self._rounds_left = pool, rounds_left
+        self._log = None if record is None else GateLog(record, options.opened)
         self._claims: dict[RequestId, Claim] = {}
         self._epoch = 0  # moves when a reservation comes or goes
         self._refused: tuple[object, ...] | None = None
         self._num_waiting = 0
-        self._told: dict[RequestId, str] = {}
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -228,16 +236,18 @@ class Gate:
         claim = waiting[place]
         self._claims[claim.rid] = claim
         self._epoch += 1
-        self._told.pop(claim.rid, None)
         if self.options.admission != "none" and claim.looks_up:
             leased = self._pool.lease_prefix(claim.rid)
             if leased != hit_pages:
                 raise IntegrityError(f"request {claim.rid} was let in with {hit_pages} cached pages and leased {leased}")
-        if self._record is not None:
-            self._record(
-                RequestReserved(claim.rid, claim.total_pages, hit_pages, self.outstanding_pages(), self._num_waiting - 1)
-            )
+        if self._log is not None:
+            self._log.let_in(claim.rid, claim.total_pages, hit_pages, self._state(self._num_waiting - 1))
         return place
+
+    def _state(self, num_waiting: int, supply: int | None = None) -> GateState:
+        supply = self._pool.supply_pages() if supply is None else supply
+        peak = peak_pages(self._footprints(), self._pool.page_size) if self.options.admission == "peak" else None
+        return GateState(supply, self.outstanding_pages(), len(self._claims), num_waiting, peak)
 
     def take_back(self, claim: Claim) -> bool:
         """Let a request in again whose pages are on the host; it will need all of its claim."""
@@ -255,11 +265,9 @@ class Gate:
             self._epoch += 1
 
     def _tell_waits(self, claim: Claim, hit_pages: int, supply: int) -> None:
-        need = claim.fresh_pages(hit_pages)
-        reason = f"needs {need} pages"
-        if self._record is not None and self._told.get(claim.rid) != reason:
-            self._told[claim.rid] = reason
-            self._record(RequestWaits(claim.rid, need, hit_pages, supply, self.outstanding_pages()))
+        if self._log is not None:
+            need = claim.fresh_pages(hit_pages)
+            self._log.waits(claim.rid, need, hit_pages, lambda: self._state(self._num_waiting, supply))
 
     def _head_start(self, need: int, supply: int) -> tuple[int, int]:
         """The round in which the head can start at the latest, and the pages it leaves spare then."""
@@ -301,8 +309,8 @@ class Gate:
             return True  # unsafe already: refusing makes it no better
         granted = Footprint(mine.held_pages + num_pages, mine.claim_pages, 0, mine.growth, mine.rounds)
         is_safe = can_finish([granted, *others], free - num_pages)
-        if not is_safe and self._record is not None:
-            self._record(GrantRefused(rid, num_pages, free, mine.owed_pages))
+        if not is_safe and self._log is not None:
+            self._log.refused(rid, num_pages, free, mine.owed_pages)
         return is_safe
 
     def can_spare(self, pages: Sequence[int]) -> bool:
@@ -324,11 +332,13 @@ class Gate:
 
     def release(self, rid: RequestId) -> None:
         """The request has ended or gone back to the queue; unknown requests are ignored."""
-        self._told.pop(rid, None)
-        if self._claims.pop(rid, None) is not None:
+        if self._log is not None:
+            self._log.forget(rid)
+        claim = self._claims.pop(rid, None)
+        if claim is not None:
             self._epoch += 1
-            if self._record is not None:
-                self._record(ReservationReleased(rid, self.outstanding_pages()))
+            if self._log is not None:
+                self._log.released(rid, claim.total_pages, self.outstanding_pages(), len(self._claims))
 
     def check(self) -> None:
         """Verify that no request holds more than it reserved, and that what is owed can be had.

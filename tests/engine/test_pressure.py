@@ -15,7 +15,17 @@ from kvlab.assemble import build_engine
 from kvlab.engine.footprint import Footprint, can_finish, peak_pages
 from kvlab.engine.gate import AdmissionOptions, Claim, Gate
 from kvlab.errors import InputError, StallError
-from kvlab.events import GrantRefused, PagesLeased, PrefixMatched, RequestPreempted, RequestReserved, RequestWaits, Stalled
+from kvlab.events import (
+    GateOpened,
+    GrantRefused,
+    PagesLeased,
+    PrefixMatched,
+    RequestPreempted,
+    RequestReserved,
+    RequestWaits,
+    ReservationReleased,
+    Stalled,
+)
 from kvlab.lab.sizing import size_pool
 from kvlab.models.tracer import ToyProcessor, TracerAttention, TracerModel
 from kvlab.spec import ask, draw
@@ -110,6 +120,31 @@ def test_b33_lent_pages_leave_the_reservation(tracer):
     assert len(engine.events.filter(RequestReserved)) == 3
     assert [r.event.hit_pages for r in engine.events.filter(RequestReserved)] == [0, 4, 4]
     assert all_right(engine, [handle.result() for handle in handles], 8)
+
+
+@pytest.mark.parametrize("admission", ["reserve", "peak", "none"])
+def test_the_log_has_the_numbers_of_every_decision(tracer, admission):
+    engine = tracer(page_size=4, num_pages=9, admission=admission, preemption=True)  # 8 pages, 5 a request
+    engine.generate([[1] * 12, [2] * 12, [3] * 12], max_tokens=8)
+    (opened,) = (entry.event for entry in engine.events.filter(GateOpened))
+    assert opened == GateOpened(admission, "fifo", 128, None, True)
+    reserved = [entry.event for entry in engine.events.filter(RequestReserved)]
+    for event in reserved:
+        assert event.num_admitted + event.num_waiting <= 3
+        assert (event.planned_peak_pages is not None) == (admission == "peak")
+        if admission == "reserve":
+            assert event.outstanding_pages <= event.supply_pages
+        if admission == "peak":
+            assert 5 <= event.planned_peak_pages <= 8
+    waits = [entry.event for entry in engine.events.filter(RequestWaits)]
+    if admission == "none":
+        assert waits == []
+    else:
+        assert [(e.need_pages, e.num_admitted, e.num_waiting) for e in waits] == [(5, 1, 2), (5, 1, 1)]
+        assert all(e.outstanding_pages + e.need_pages > e.supply_pages for e in waits)
+    released = [entry.event for entry in engine.events.filter(ReservationReleased)]
+    assert {event.claim_pages for event in released} == {5}
+    assert released[-1].num_admitted == released[-1].outstanding_pages == 0
 
 
 def test_nobody_starts_before_the_head_in_fifo_order(tracer):

@@ -78,7 +78,7 @@ def test_the_file_of_another_run_is_refused_by_the_field_that_differs(written: P
         ("dear diary", "line 1: .*does not end"),
         ("dear diary\n", "line 1: .*no JSON"),
         ("[1]\n", "line 1: .*no JSON object"),
-        ('{"kvlab_events": 1}\n', "line 1: .*which run"),
+        ('{"kvlab_events": 2}\n', "line 1: .*which run"),
         ("\0\0\n", "line 1: .*no JSON"),
     ],
 )
