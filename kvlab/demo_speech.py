@@ -140,11 +140,17 @@ def play(model: OrpheusModel, num_pages: int, page_size: int, max_tokens: int, c
     from kvlab.lab.speech_studies import cold_and_hit
     from kvlab.models.orpheus.noise import SeededNoise
     from kvlab.models.orpheus.stream import say
+    from kvlab.models.orpheus.tokens import SLOTS
 
     with build_engine(model, num_pages=num_pages, page_size=page_size, seed=SEED) as engine:
         say(engine, TEXT, max_tokens=2, prefix_cache=False, only_speech=True)  # the first pass of a process pays for buffers
         _say(console, f"Saying {TEXT!r} twice, in pages of {page_size} tokens")
         cold, hit = cold_and_hit(engine, say, TEXT, max_tokens=max_tokens, only_speech=True, seed=SEED)
+        if not cold.frames:
+            raise InputError(
+                f"{model.name} ended the sentence after {len(cold.generation.ids)} tokens, before a whole frame of {SLOTS}, so "
+                "there is nothing to hear or compare; is it trained to speak?"
+            )
         noise_pair = (hit.samples, model.sound(hit.frames, noise=SeededNoise(OTHER_NOISE)))
         facts = {
             "name": model.name,

@@ -154,6 +154,18 @@ def test_a_place_that_cannot_take_the_sounds_is_refused_before_anything_is_loade
         demo_speech.sound_paths(tmp_path / "no" / "such" / "place")
 
 
+def test_a_sentence_that_ends_before_its_first_frame_is_no_crash(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvlab.lab import speech_studies
+
+    said = speech_studies.cold_and_hit
+    monkeypatch.setattr(speech_studies, "cold_and_hit", lambda *asked, **how: said(*asked, **how | {"max_tokens": 1}))
+    with pytest.raises(InputError, match="after 1 tokens, before a whole frame of 7"):
+        demo.run(model=str(model), out=tmp_path / "said", console=Console(file=io.StringIO()), **POOL)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_codec_that_is_damaged_is_refused(tmp_path: Path) -> None:
     folder = tiny_orpheus.write_folder(tmp_path / "bad")
     (folder / "snac" / "pytorch_model.bin").write_bytes(b"none")

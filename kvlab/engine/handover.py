@@ -124,11 +124,17 @@ class LocalTransport:
         peer = self._peers.sides.get(source)
         if peer is None:
             return Done(KvlabError(f"there is no peer {source!r}; known: {', '.join(sorted(self._peers.sides))}"))
-        pages = _select(peer._store.pages, src).to(self._store.pages.device)
-        if not peer._holds(epoch, begin, src):  # after the copy: an engine in another thread may have let go during it
+        pages = peer.lend(src, epoch=epoch, begin=begin)
+        if pages is None:
             return Done(_gone(source))
-        _put(self._store.pages, dst, pages)
+        _put(self._store.pages, dst, pages.to(self._store.pages.device))
         return Done()
+
+    def lend(self, src: Sequence[int], *, epoch: int, begin: int) -> Tensor | None:
+        """Return a copy of pages of this side; None when their stream let go of them."""
+        pages = _select(self._store.pages, src)
+        # asked after the copy: an engine in another thread may have let go during it
+        return pages if self._holds(epoch, begin, src) else None
 
 
 class DistributedTransport:
