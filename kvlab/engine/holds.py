@@ -14,7 +14,7 @@ class HoldLog:
     """Warns that requests wait for pages: at most one line per node and ``interval_s``, with the number left out.
 
     >>> lines = []
-    >>> log = HoldLog(clock=iter([0.0, 1.0, 2.0, 6.0]).__next__, warn=lines.append)
+    >>> log = HoldLog(clock=iter([0.0, 1.0, 2.0, 16.0]).__next__, warn=lines.append)
     >>> for rid in range(4):
     ...     log.held("LLM", rid, 3)
     >>> len(lines), lines[-1].endswith("2 like it were not shown")
@@ -22,7 +22,7 @@ class HoldLog:
     """
 
     clock: Callable[[], float]
-    interval_s: float = 5.0
+    interval_s: float = 15.0
     warn: Callable[[str], None] = logger.warning
     _last_s: dict[str, float] = field(default_factory=dict)
     _hidden: dict[str, int] = field(default_factory=dict)

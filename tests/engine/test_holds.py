@@ -13,9 +13,10 @@ def test_k8_5_a_thousand_refused_tries_in_a_minute_are_a_handful_of_lines():
     log = HoldLog(clock=lambda: next(now_s), warn=lines.append)
     for attempt in range(1000):
         log.held("LLM", attempt % 4, 1)
-    assert len(lines) <= 13  # one in five seconds
+    assert len(lines) <= 5  # one in fifteen seconds
     hidden = [int(n) for line in lines for n in re.findall(r"(\d+) like it were not shown", line)]
-    assert sum(hidden) + len(lines) >= 900
+    assert len(hidden) == len(lines) - 1
+    assert sum(hidden) + len(lines) >= 750  # the rest comes with the next line
 
 
 def test_each_node_has_a_line_of_its_own():
