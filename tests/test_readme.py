@@ -17,7 +17,7 @@ def test_the_ten_lines_run_and_turn_two_is_served_from_turn_one(capsys: pytest.C
 
     if registry.locate("smollm2-135m") is None:
         pytest.skip("smollm2-135m is not here; run: kvlab fetch smollm2-135m")
-    code, figure, _ = BLOCKS
+    code, figure, *_ = BLOCKS
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     a, b, engine = names["a"], names["b"], names["engine"]
@@ -41,6 +41,20 @@ def test_a_second_question_about_a_picture_computes_nothing_of_it(
     assert again.cached_tokens > again.prompt_tokens // 2
     assert capsys.readouterr().out.startswith(again.text)
     assert (tmp_path / "scene.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sentence_said_again_has_the_same_samples_from_cached_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("snac", reason="speech needs the extra audio")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"kvlab": importlib.import_module("kvlab")}
+    exec(compile(BLOCKS[3], "README.md", "exec"), names)
+    names["speaker"].check()
+    cold, hit = names["cold"].generation, names["hit"].generation
+    assert (cold.cached_tokens, hit.cached_tokens) == (0, (hit.prompt_tokens - 1) // 4 * 4)
+    assert capsys.readouterr().out == f"{hit.cached_tokens} True\n"
+    assert (tmp_path / "star.wav").stat().st_size > 20_000
 
 
 def test_both_commands_set_themselves_up() -> None:
