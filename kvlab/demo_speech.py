@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvlab.models.orpheus.sound import Speech
     from kvlab.models.orpheus.spec import OrpheusModel
 
-TEXT = "three red stars and one blue circle"
+TEXT = "the red star is left of the blue square"
 DEFAULT_PREFIX = "kvlab-demo"
 PAGE_SIZE = 4  # a sentence is some 26 tokens
 POOL_TOKENS = 4096

@@ -28,7 +28,7 @@ from kvlab.models.orpheus.stream import say, speak
 from kvlab.models.orpheus.tokens import SLOTS, FrameReader
 from kvlab.progress import progress
 
-SENTENCES = ("three red stars and one blue circle", "the green square is above the white star", "seven two nine four")
+SENTENCES = ("the blue circle and the red star", "the green square is above the white star", "seven two nine")
 ASK: dict[str, Any] = {"only_speech": True, "seed": 0}
 PAGE_SIZE = 4  # a sentence is some 26 tokens
 MIB = 1 << 20

@@ -41,7 +41,7 @@ KNOWN: dict[str, Source] = {
     "orpheus-tiny": ShippedSource(
         name="orpheus-tiny",
         folder="checkpoints/orpheus-tiny",
-        sha256="25b2640383a9a093fed4b0d4ee5a40aa1ddfc51861e1059024bee1dde541f28c",
+        sha256="b8dcd9869b6d9f3e616b6842d30dd205ded7e0580ea814303f76edd1bedfc805",
         num_bytes=10_306_552,
     ),
     "bagel-tiny": ShippedSource(

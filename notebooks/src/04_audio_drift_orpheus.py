@@ -35,7 +35,11 @@ DTYPE = "float32"
 PAGE_SIZE = 4  # tokens a page: prompts of speech are short
 NUM_PAGES = 512  # of the pool
 TEXT = "two blue squares"
-SENTENCES = ("one red star", "one red circle", "one red circle and two blue squares")
+SENTENCES = (
+    "the red star and the blue circle",
+    "the red star is above the blue circle",
+    "the red star is left of the blue circle",
+)
 MAX_TOKENS = 280  # 40 frames
 PLAYER_RATE = 8_000  # samples a second of the players below, to keep this page small
 SEED = 0

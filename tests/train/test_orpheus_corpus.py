@@ -21,8 +21,27 @@ def test_more_phrases_begin_with_the_fewer() -> None:
 def test_held_out_texts_are_never_seen_whatever_the_seeds() -> None:
     seen = {phrase.text for seed in range(3) for phrase in corpus.phrases(2000, seed=seed)}
     unseen = {phrase.text for seed in range(3) for phrase in corpus.phrases(300, seed=seed, held_out=True)}
-    assert len(unseen) > 200
+    assert len(unseen) > 150
     assert seen & unseen == set()
+    assert seen | unseen <= set(corpus.texts())
+
+
+def test_a_voice_says_every_text_once_before_it_says_one_again() -> None:
+    known = [text for text in corpus.texts() if not corpus.is_held_out(text)]
+    said = corpus.phrases(3 * len(known) + 3, seed=0)
+    for first, voice in enumerate(corpus.VOICES):
+        texts = [phrase.text for phrase in said[first::3]]
+        assert {phrase.voice for phrase in said[first::3]} == {voice}
+        assert sorted(texts[: len(known)]) == sorted(known)
+        assert texts[len(known)] in known
+
+
+def test_texts_are_of_four_kinds_and_each_is_there_once() -> None:
+    texts = corpus.texts()
+    assert len(set(texts)) == len(texts) == 9**3 + 9 * 15 + 15**2 + 15 * 3 * 15
+    for text in ("seven two nine", "one red star", "two red stars", "the red star and the blue circle"):
+        assert text in texts
+    assert "the red star is left of the blue circle" in texts
 
 
 def test_every_word_is_said_and_no_other() -> None:

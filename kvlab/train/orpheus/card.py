@@ -20,19 +20,18 @@ _TEXT = """\
 
 An Orpheus in small: a Llama of {million:.1f} M parameters that writes the codes of a SNAC codec, seven a frame
 of 2048 samples at 24 kHz. Both were trained from random weights, on a CPU, by `python -m kvlab.train.orpheus`.
-It speaks a small English of {num_words} words in {num_voices} voices, and is meant for looking at shared pages,
-not for listening.
+It speaks a small English of {num_words} words in {num_voices} voices, and is meant for looking at shared pages.
 
 * Voices: {voices}.
 * Words: {words}.
-* Phrases: numbers ("seven two nine"), counts ("three red stars"), two counts ("one blue circle and four white
-  squares"), and places ("the red star is left of two blue squares"). Other words fall to letters, which the
-  model has never heard.
+* Phrases: three numbers ("seven two nine"), counts ("three red stars"), pairs ("the blue circle and the white square"),
+  and places ("the red star is left of the blue square"); {num_texts:,} in all. Other words fall to letters, which the model
+  has never heard.
 
 ## Measured
 
-{phrases} phrases that no training saw ({num_said} words), each in one voice. A listener, pocketsphinx with a
-grammar of these phrases, writes down what it hears; the share is of wrong words. Sampling is Orpheus' own:
+{phrases} phrases that were held out ({num_said} words), each in one voice. A listener, pocketsphinx with the grammar of all
+phrases, writes down what it hears; the share is of wrong words. Sampling is Orpheus' own:
 temperature 0.6, top-p 0.8, repetition penalty 1.3.
 
 {table}
@@ -43,14 +42,14 @@ pocketsphinx comes with the extra `train`).
 
 ## How it was made
 
-* Speech: espeak-ng says phrases drawn from the grammar. A tenth of all texts, chosen by a hash of the text, is held
-  out from everything.
+* Speech: espeak-ng says the phrases. A tenth of all texts, chosen by a hash of the text, is held out from everything: their
+  words are known, their order is not.
 * Codec: {codec_phrases} phrases, pitch and speed a little different each time, {codec_steps} steps, then {decoder_steps} of
   the decoder alone; spectral distances, no adversary.
 * Speech model: {speech_phrases} phrases, each voice at its own pitch and speed, {speech_steps} steps, a repetition penalty
   drawn for every line.{start}
 * Again: `python -m kvlab.train.orpheus --out FOLDER --work STATE --codec-phrases {codec_phrases} --codec-steps
-  {codec_steps} --decoder-steps {decoder_steps} --speech-phrases {speech_phrases} --speech-steps {speech_steps}`
+  {codec_steps} --decoder-steps {decoder_steps} --speech-phrases {speech_phrases} --speech-steps {speech_steps}{again}`
 
 ## Files
 
@@ -86,6 +85,7 @@ def write(folder: Path, plan: run.Plan, found: Mapping[str, Any], *, num_paramet
         num_voices=len(corpus.VOICES),
         voices=", ".join(corpus.VOICES),
         words=", ".join(corpus.words()),
+        num_texts=len(corpus.texts()),
         phrases=found["phrases"],
         num_said=found["words"],
         table=table(found),
@@ -98,5 +98,6 @@ def write(folder: Path, plan: run.Plan, found: Mapping[str, Any], *, num_paramet
         speech_phrases=plan.speech_phrases,
         speech_steps=plan.speech_steps,
         start=_STARTED if plan.start is not None else "",
+        again=" --start EARLIER" if plan.start is not None else "",
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

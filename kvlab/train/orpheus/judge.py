@@ -45,7 +45,7 @@ def grammar() -> str:
         "count": f"(one <colour> <shape> | {either(corpus.NUMBERS[1:])} <colour> <shapes>)",
         "relation": either(corpus.RELATIONS),
     }
-    sentences = "<number>+ | <count> | <count> and <count> | <thing> is <relation> (<count> | <thing>)"
+    sentences = "<number> <number> <number> | <count> | <thing> and <thing> | <thing> is <relation> <thing>"
     lines = [f"<{name}> = {rule};" for name, rule in rules.items()]
     return "\n".join(["#JSGF V1.0;", "grammar corpus;", *lines, f"public <sentence> = {sentences};", ""])
 

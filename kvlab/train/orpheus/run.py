@@ -38,7 +38,7 @@ class Plan:
     codec_phrases: int = 400
     codec_steps: int = 3000
     decoder_steps: int = 2000
-    speech_phrases: int = 12_000
+    speech_phrases: int = 4737  # every text that is not held out, by every voice
     speech_steps: int = 6000
     seed: int = 0
     start: Path | None = None
