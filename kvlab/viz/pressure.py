@@ -186,7 +186,8 @@ def _cures_title(rows: Sequence[PressureRow]) -> str:
     complete, stalled = sum(map(_is_complete, rows)), sum(row.is_stalled for row in rows)
     lossy = len(rows) - complete - stalled
     end = f"; {lossy} lost some without a stall" if lossy else ""
-    return f"{count(complete, 'setting')} of {len(rows)} let every request complete; {stalled} stall{end}"
+    verb = "stalls" if stalled == 1 else "stall"
+    return f"{count(complete, 'setting')} of {len(rows)} let every request complete; {stalled} {verb}{end}"
 
 
 def _cure_bars(index: int, row: PressureRow) -> list[Rect]:

@@ -22,6 +22,7 @@ EQUAL_FRAMES = Style("equal frames", CACHED)
 OTHER_FRAMES = Style("frames from the first that differs on", EVICTED, hatch="/")
 SLOTS = ("0 coarse", "1 middle", "2 fine", "3 fine", "4 middle", "5 fine", "6 fine")
 _HALF = 0.34  # half the thickness of a bar
+_LABELS_WIDTH = 116  # characters of the labels along an axis
 
 
 # -- codes -------------------------------------------------------------------------------------------------------------
@@ -180,10 +181,11 @@ def sharing_map_panel(rows: Sequence[SharedPrompt]) -> Panel:
     voices, texts = list(dict.fromkeys(row.voice for row in rows)), list(dict.fromkeys(row.text for row in rows))
     cells = tuple(rect for row in rows for rect in _prompt_cell(texts.index(row.text), voices.index(row.voice), row))
     sizes = ", ".join(map(str, sorted({row.page_size for row in rows})))
+    label_width = max(12, _LABELS_WIDTH // len(texts))
     return Panel(
         title=_sharing_title(rows),
         subtitle=f"Each cell is a prompt, asked row by row; its left part was served from the cache; pages of {sizes} tokens",
-        x=Axis("", -0.5, len(texts) - 0.5, tuple((i, cut(text, 24)) for i, text in enumerate(texts)), False),
+        x=Axis("", -0.5, len(texts) - 0.5, tuple((i, cut(text, label_width)) for i, text in enumerate(texts)), False),
         y=named_axis("", voices, flipped=True),
         marks=(Rects(cells),),
         legend=(SERVED, COMPUTED),

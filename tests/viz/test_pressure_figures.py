@@ -96,7 +96,7 @@ def test_pages_evicted_by_hand_are_no_requests() -> None:
 
 def test_cures_say_who_completed_and_who_stalled() -> None:
     panel = cures_panel([ROW, STALLED])
-    assert panel.title == "1 setting of 2 let every request complete; 1 stall"
+    assert panel.title == "1 setting of 2 let every request complete; 1 stalls"
     assert [rect.text for rect in panel.marks[0].rects] == ["32 in 40 steps", "3 in 40 steps", "stalled in step 7"]
 
 
@@ -132,7 +132,7 @@ def test_the_curve_speaks_of_the_side_that_stalls_and_of_none_that_was_not_given
 def test_a_pool_that_lost_requests_without_a_stall_is_not_said_to_have_completed() -> None:
     lossy = replace(ROW, name="lossy", completed=2)
     panel = cures_panel([ROW, lossy, STALLED])
-    assert panel.title == "1 setting of 3 let every request complete; 1 stall; 1 lost some without a stall"
+    assert panel.title == "1 setting of 3 let every request complete; 1 stalls; 1 lost some without a stall"
     assert panel.marks[0].rects[1].text == "2 of 32 in 40 steps"
     assert "squares: every request completed" in stall_curve_panel([ROW, STALLED]).subtitle
     assert "squares: no stall" in stall_curve_panel([lossy]).subtitle
