@@ -22,7 +22,7 @@ EQUAL_FRAMES = Style("equal frames", CACHED)
 OTHER_FRAMES = Style("frames from the first that differs on", EVICTED, hatch="/")
 SLOTS = ("0 coarse", "1 middle", "2 fine", "3 fine", "4 middle", "5 fine", "6 fine")
 _HALF = 0.34  # half the thickness of a bar
-_LABELS_WIDTH = 116  # characters of the labels along an axis
+_LABELS_WIDTH = 120  # characters of the labels along an axis
 
 
 # -- codes -------------------------------------------------------------------------------------------------------------
