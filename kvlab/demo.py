@@ -110,7 +110,7 @@ def _report_path(out: str | Path) -> Path:
     """Check where the report goes before the minute it takes to make it."""
     path = Path(out) / DEFAULT_REPORT if Path(out).is_dir() else Path(out)
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise InputError(f"the report cannot be written to {path}: {path.parent} is no folder to write in; use --out")
+        raise InputError(f"nothing can be written to {path}: {path.parent} is no folder to write in; give another --out")
     return path
 
 

@@ -129,9 +129,11 @@ class GateOpened(Event):
 
 @dataclass(frozen=True)
 class RequestReserved(Event):
-    """Let in: ``claim_pages`` over its life, ``hit_pages`` of them lent by the index. The other numbers are those after it:
-    pages free or evictable, pages that all admitted may still take, how many are in and how many wait, and with "peak" the
-    most pages that their lives side by side will hold.
+    """Let in: ``claim_pages`` over its life, ``hit_pages`` of them lent by the index.
+
+    The other numbers are those after it: pages free or evictable, pages that all admitted may still take, how many are in and
+    how many wait. With "peak" ``planned_peak_pages`` estimates the most that their lives side by side will take from the free
+    list: lent pages are not counted, and a request whose last page is just full may take one more.
     """
 
     rid: int | str
@@ -202,7 +204,7 @@ class Stalled(Event):
 
 @dataclass(frozen=True)
 class RequestHeld(Event):
-    """Left a step for want of pages."""
+    """Left a step for want of pages; none are short where its grant was refused."""
 
     rid: int | str
     label: str

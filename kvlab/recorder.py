@@ -196,7 +196,10 @@ class Recorder:
         except OSError as error:
             raise InputError(f"{path}: the event log cannot be read ({error.strerror})") from error
         if not lines:
-            raise InputError(f"{path}: an empty file; an event log begins with its schema number")
+            raise InputError(
+                f"{path}: an empty file; an event log begins with its schema number, and one that is being written is "
+                "in its file after engine.close()"
+            )
         recorder._read_head(f"{path}, line {lines[0][0]}", lines[0][1])
         for number, line in lines[1:]:
             recorder._read_entry(f"{path}, line {number}", line)

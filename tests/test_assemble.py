@@ -67,7 +67,14 @@ def test_settings_of_numpy_give_the_engine_that_pythons_own_give(tracer, tmp_pat
         engine = tracer(**settings, clock=lambda: 0.0, event_log=tmp_path / f"{index}.jsonl")
         results.append(engine.generate(list(range(1, 20)), **ask).ids)
         engine.close()
-        lines = (tmp_path / f"{index}.jsonl").read_text(encoding="utf-8").splitlines()
+        _, *lines = (tmp_path / f"{index}.jsonl").read_text(encoding="utf-8").splitlines()  # the head says when
         logs.append([line for line in lines if "StepRan" not in line])  # a step says how long it took
     assert results[0] == results[1]
     assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int64", "int8", "float"])
+def test_keys_and_values_are_kept_in_formats_of_fractions_only(kv_dtype: str) -> None:
+    pytest.importorskip("snac", reason="needs the extra audio")
+    with pytest.raises(InputError, match=f"kv_dtype is '{kv_dtype}'; keys and values are kept as float64, float32"):
+        kvlab.load("orpheus-tiny", num_pages=8, kv_dtype=kv_dtype)

@@ -145,8 +145,18 @@ def decoder_rope(config: TextConfig) -> Mapping[str, Any]:
     return {"rope_theta": config.rope_theta, "rope_scaling": None if scaling is None else asdict(scaling)}
 
 
+#: Formats that keys and values can be kept in.
+KV_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
 def decoder_layout(config: TextConfig, dtype: torch.dtype, page_size: int, kv_dtype: str | None = None) -> KVLayout:
-    """Return the pages of a decoder that computes in ``dtype`` and stores K and V as ``kv_dtype``, or as computed."""
+    """Return the pages of a decoder that computes in ``dtype`` and stores K and V as ``kv_dtype``, or as computed.
+
+    Raises:
+        InputError: ``kv_dtype`` is no format of fractions.
+    """
+    if kv_dtype not in (None, *KV_DTYPES):
+        raise InputError(f"kv_dtype is {kv_dtype!r}; keys and values are kept as {', '.join(KV_DTYPES)}")
     compute_dtype = str(dtype).removeprefix("torch.")
     return KVLayout(
         num_layers=config.num_layers,

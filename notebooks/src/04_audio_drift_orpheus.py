@@ -238,10 +238,11 @@ viz.speech_drift(formats)
 
 # %% [markdown]
 # **Two different questions, two different answers.** Within a format, a hit says what the cold run said. With the whole
-# model in bfloat16 the codes part from those of float32 in the last third of the sentence: rounding moves the scores by some
-# hundredths, somewhere a choice tips, and from there on the model continues from another code. Beside that the noise floor is small:
-# this drift can be heard. It is not a mistake, though, but another rendering of the same sentence, as another seed would be. Pages
-# alone in bfloat16 move the scores by less than one hundredth, and here no choice tips.
+# model in bfloat16 the codes part from those of float32 in the last third of the sentence: rounding moves the scores by
+# some hundredths, somewhere a choice tips, and from there on the model continues from another code. Beside that the
+# noise floor is small: this drift can be heard. It is not a mistake, though, but another rendering of the same
+# sentence, as another seed would be. Pages alone in bfloat16 move the scores by less than one hundredth, and here no
+# choice tips.
 #
 # The same as a table, with every number and its floor side by side:
 

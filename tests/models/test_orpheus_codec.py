@@ -328,6 +328,7 @@ def test_a_wav_file_holds_the_samples_clipped(tmp_path):
         ("a.wav", [0.0], 0, "sample rate is 0; give a whole number from 1 to 384000"),
         ("a.wav", [0.0], 24000.5, "sample rate is 24000.5"),
         ("a.mp3", [0.0], 24000, "does not end in .wav"),
+        ("nowhere/a.wav", [0.0], 24000, "no sound can be written to .*No such file or directory"),
     ],
 )
 def test_wav_files_that_cannot_be_written_are_named(tmp_path: Path, name, samples, rate, message):

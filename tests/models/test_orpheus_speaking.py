@@ -392,6 +392,8 @@ def test_other_noise_gives_other_samples_for_the_same_tokens(make):
     ("text", "how", "message"),
     [
         ("", {}, "text to speak is empty"),
+        (None, {}, "got NoneType"),
+        (5, {}, "a prompt is a str.* got int"),
         ("Hi", {"voice": "tom"}, "no voice 'tom'; there are: tara, leo, zoe"),
         ("Hi " * 800, {}, "the context of tiny is 2048; shorten the prompt"),
         ("Hi", {"chunk_frames": 0}, "chunk_frames is 0"),

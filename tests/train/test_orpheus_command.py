@@ -18,3 +18,20 @@ def test_training_or_judging_must_be_said(arguments: list[str], capsys: pytest.C
     with pytest.raises(SystemExit):
         main(arguments)
     assert "either --out FOLDER to train or --evaluate FOLDER to judge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--evaluate", "a", "--phrases", "0"], "'0' is no whole number of at least 2"),
+        (["--evaluate", "a", "--threads", "0"], "'0' is no whole number of at least 1"),
+        (["--out", "a", "--speech-steps", "-1"], "'-1' is no whole number of at least 1"),
+        (["--out", "a", "--seed", "x"], "'x' is no whole number of at least 0"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_at_once(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err

@@ -83,7 +83,8 @@ def write_wav(path: str | Path, samples: Any, sample_rate: int) -> Path:
     """Write mono samples as 16-bit PCM; floats are clipped to [-1, 1].
 
     Raises:
-        InputError: samples that are not one channel of finite numbers, a sample rate that no file can have, or another suffix.
+        InputError: samples that are not one channel of finite numbers, a sample rate that no file can have, another suffix, or
+            a place that cannot be written to.
         MissingExtraError: ``soundfile`` is not installed.
     """
     path = Path(path)
@@ -97,5 +98,11 @@ def write_wav(path: str | Path, samples: Any, sample_rate: int) -> Path:
         import soundfile
     except ImportError as e:
         raise missing_extra("soundfile", "audio", "to write WAV files") from e
-    soundfile.write(path, pcm, sample_rate, subtype="PCM_16")
+    try:
+        with open(path, "wb") as file:
+            soundfile.write(file, pcm, sample_rate, subtype="PCM_16", format="WAV")
+    except OSError as error:
+        raise InputError(
+            f"no sound can be written to {path} ({error.strerror}); give a file in a folder that is there"
+        ) from error
     return path

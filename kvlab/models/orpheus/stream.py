@@ -255,7 +255,9 @@ def _spoken_before(text: Any, ids: OrpheusIds) -> list[int]:
 def _words(text: Any) -> str:
     if isinstance(text, Continued):
         return text.text or "(goes on)"
-    return text if isinstance(text, str) else f"({len(text)} ids)"
+    if isinstance(text, str):
+        return text
+    return f"({len(text)} ids)" if hasattr(text, "__len__") else repr(text)  # what is no prompt is refused on submission
 
 
 def _named(text: Any, fields: Any, model: OrpheusModel) -> str | None:

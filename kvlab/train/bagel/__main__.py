@@ -13,13 +13,20 @@ from kvlab.train.bagel import card, evaluate, export, run
 
 def _parser() -> argparse.ArgumentParser:
     parser = command.make_parser("bagel", __doc__)
-    parser.add_argument("--autoencoder-steps", type=int, default=run.Plan.autoencoder_steps)
+    parser.add_argument("--autoencoder-steps", type=command.at_least(1), default=run.Plan.autoencoder_steps)
     parser.add_argument(
-        "--decoder-steps", type=int, default=run.Plan.decoder_steps, help="of the autoencoder's decoder alone, after that"
+        "--decoder-steps",
+        type=command.at_least(1),
+        default=run.Plan.decoder_steps,
+        help="of the autoencoder's decoder alone, after that",
     )
-    parser.add_argument("--edits", type=int, default=run.Plan.edits, help="pairs of pictures that are drawn to learn from")
-    parser.add_argument("--steps", type=int, default=run.Plan.steps, help="of the network")
-    parser.add_argument("--requests", type=int, default=evaluate.NUM_OF_A_KIND, help="how many of each kind are judged")
+    parser.add_argument(
+        "--edits", type=command.at_least(1), default=run.Plan.edits, help="pairs of pictures that are drawn to learn from"
+    )
+    parser.add_argument("--steps", type=command.at_least(1), default=run.Plan.steps, help="of the network")
+    parser.add_argument(
+        "--requests", type=command.at_least(1), default=evaluate.NUM_OF_A_KIND, help="how many of each kind are judged"
+    )
     return parser
 
 

@@ -14,15 +14,20 @@ from kvlab.train.orpheus import card, evaluate, export, run
 
 def _parser() -> argparse.ArgumentParser:
     parser = command.make_parser("orpheus", __doc__)
-    parser.add_argument("--codec-phrases", type=int, default=run.Plan.codec_phrases)
-    parser.add_argument("--codec-steps", type=int, default=run.Plan.codec_steps)
-    parser.add_argument(
-        "--decoder-steps", type=int, default=run.Plan.decoder_steps, help="of the codec's decoder alone, after that"
-    )
-    parser.add_argument("--speech-phrases", type=int, default=run.Plan.speech_phrases)
-    parser.add_argument("--speech-steps", type=int, default=run.Plan.speech_steps)
+    numbers = {
+        "codec-phrases": "recordings the codec learns from",
+        "codec-steps": "of the codec",
+        "decoder-steps": "of the codec's decoder alone, after that",
+        "speech-phrases": "phrases the speech model learns from",
+        "speech-steps": "of the speech model",
+    }
+    for name, what in numbers.items():
+        usual = getattr(run.Plan, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=command.at_least(1), default=usual, help=what)
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="keep this checkpoint's codec, train its speech model on")
-    parser.add_argument("--phrases", type=int, default=evaluate.NUM_PHRASES, help="how many held-out phrases are judged")
+    parser.add_argument(
+        "--phrases", type=command.at_least(2), default=evaluate.NUM_PHRASES, help="how many held-out phrases are judged"
+    )
     return parser
 
 
