@@ -35,11 +35,8 @@ DTYPE = "float32"
 PAGE_SIZE = 4  # tokens a page: prompts of speech are short
 NUM_PAGES = 512  # of the pool
 TEXT = "six white stars"
-SENTENCES = (
-    "the red star and the blue circle",
-    "the red star is above the blue circle",
-    "the red star is left of the blue circle",
-)
+ENDS = ("and", "is above", "is left of")
+SENTENCES = tuple(f"the red star {end} the blue circle" for end in ENDS)
 MAX_TOKENS = 280  # 40 frames
 PLAYER_RATE = 8_000  # samples a second of the players below, to keep this page small
 SEED = 0
