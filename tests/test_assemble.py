@@ -76,5 +76,5 @@ def test_settings_of_numpy_give_the_engine_that_pythons_own_give(tracer, tmp_pat
 @pytest.mark.parametrize("kv_dtype", ["int64", "int8", "float"])
 def test_keys_and_values_are_kept_in_formats_of_fractions_only(kv_dtype: str) -> None:
     pytest.importorskip("snac", reason="needs the extra audio")
-    with pytest.raises(InputError, match=f"kv_dtype is '{kv_dtype}'; keys and values are kept as float64, float32"):
+    with pytest.raises(InputError, match=f"kv_dtype is '{kv_dtype}'; keys and values are kept as .*float32"):
         kvlab.load("orpheus-tiny", num_pages=8, kv_dtype=kv_dtype)

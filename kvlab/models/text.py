@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from kvlab.attention.base import AttentionBackend
+from kvlab.attention.store import DTYPES
 from kvlab.errors import InputError
 from kvlab.models.textlm import TextConfig, TextLM
 from kvlab.options import whole
@@ -146,7 +147,7 @@ def decoder_rope(config: TextConfig) -> Mapping[str, Any]:
 
 
 #: Formats that keys and values can be kept in.
-KV_DTYPES = ("float64", "float32", "bfloat16", "float16")
+KV_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.is_floating_point)
 
 
 def decoder_layout(config: TextConfig, dtype: torch.dtype, page_size: int, kv_dtype: str | None = None) -> KVLayout:
